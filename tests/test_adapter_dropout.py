@@ -90,13 +90,15 @@ def test_neither_processes_nor_microbatches_nor_packed_captions_change_the_masks
 
 
 @pytest.mark.slow
-def test_one_compiled_graph_serves_all_blocks_and_has_the_same_masks() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_compiled_graph_serves_all_blocks_and_sizes_and_has_the_same_masks(packed: bool) -> None:
     given, counter = settings(KINDS[1], activation_checkpointing="full"), CompileCounterWithBackend("aot_eager")
     model = adapted(given)
     apply_activation_checkpointing(model.blocks, given.train)
     compile_blocks(model.blocks, counter)  # type: ignore[arg-type]
     for step in (0, 1, 2):
-        pieces = tiny_run.microbatches(tiny_run.global_batch(step), 4)
+        pieces = tiny_run.microbatches(tiny_run.global_batch(step), 3)
+        pieces = [tiny_run.packed(piece) for piece in pieces] if packed else pieces
         assert tiny_run.distance(measured(given, pieces, model), measured(settings(KINDS[1]), pieces)) < 1e-5
     assert counter.frame_count == 2, "the first block's input has no gradient"
 

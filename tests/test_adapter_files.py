@@ -116,7 +116,7 @@ def test_diffusers_draws_what_was_trained(
     from diffusers import SanaPipeline
 
     adapted = Adapted(targets, rank, alpha, dora)
-    files.save_diffusers(adapted.changes(), tmp_path, torch.float32, 0.0)
+    files.save_diffusers(adapted.changes(), tmp_path, torch.float32)
     with safe_open(tmp_path / files.DIFFUSERS_FILE, "pt") as file:
         settings = json.loads(file.metadata()["lora_adapter_metadata"])
     assert settings["transformer.rank_pattern"] == {}, "diffusers 0.40 and earlier fail without"
@@ -128,11 +128,21 @@ def test_diffusers_draws_what_was_trained(
     assert (flow(loaded) - expected).abs().max() <= 1e-5
 
 
+def test_diffusers_draws_without_the_dropout_of_the_training(tmp_path: Path) -> None:
+    """It would drop values while it draws, also of a model in `eval`."""
+    adapted = Adapted(ALL, 4, 4, dora=False)
+    weights = adapted.merged(tmp_path / "base")
+    LoRA(4, 4.0, [*adapted.changes()], dropout=0.5).save("diffusers", weights, tmp_path, torch.float32)
+    loaded = plain()
+    loaded.load_lora_adapter(tmp_path, weight_name=files.DIFFUSERS_FILE, use_safetensors=True)
+    assert (flow(loaded) - flow(adapted.model)).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_a_reader_without_the_header_draws_it_too(dora: bool, tmp_path: Path) -> None:
     """Such as diffusers before it read settings: alpha is the rank."""
     adapted = Adapted(ALL, 3, 8, dora)
-    files.save_diffusers(adapted.changes(), tmp_path, torch.float32, 0.0)
+    files.save_diffusers(adapted.changes(), tmp_path, torch.float32)
     loaded = plain()
     loaded.load_lora_adapter(load_file(tmp_path / files.DIFFUSERS_FILE))
     assert (flow(loaded) - flow(adapted.model)).abs().max() <= 1e-5

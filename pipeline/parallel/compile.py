@@ -23,6 +23,7 @@ def compile_blocks(blocks: Sequence[nn.Module], backend: str) -> None:
     and parameters stay. Dynamo's settings are those of the process: sizes that are equal by chance stay independent,
     and floating numbers (epsilons) are constants. A graph beyond dynamo's limit raises `FailOnRecompileLimitHit`."""
     torch._dynamo.config.specialize_float = True
+    torch._dynamo.config.force_nn_module_property_static_shapes = False  # rows of a dropout's masks: of any number
     shapes.use_duck_shape = False
     _tag_caches()
     for block in blocks:

@@ -122,7 +122,7 @@ def check_applied(spec: ModelSpec, names: Sequence[str]) -> None:
 
 
 def save_diffusers(
-    found: Mapping[str, Change], folder: Path, dtype: torch.dtype, dropout: float, header: Mapping[str, str] = {}
+    found: Mapping[str, Change], folder: Path, dtype: torch.dtype, header: Mapping[str, str] = {}
 ) -> None:
     """Write the file that `load_lora_weights` of a pipeline reads."""
     tensors = {}
@@ -137,7 +137,7 @@ def save_diffusers(
     settings = {
         "r": rank,
         "lora_alpha": rank,
-        "lora_dropout": dropout,
+        "lora_dropout": 0.0,  # of training alone: diffusers would draw with it
         "target_modules": list(found),
         "rank_pattern": {},  # diffusers up to 0.40 needs the key
         "use_dora": any(change.magnitude is not None for change in found.values()),

@@ -120,7 +120,7 @@ class LoRA(Adapter):
     ) -> None:
         changes = files.changes(weights.spec, weights.trained, self.scale)
         if form == "diffusers":
-            files.save_diffusers(changes, folder, dtype, self.dropout, header)
+            files.save_diffusers(changes, folder, dtype, header)
         elif "lora_magnitude" in self.parts:
             names = [f"{module}.weight" for module in changes]
             files.save_differences(weights, names, folder, dtype, header, stem)
