@@ -704,7 +704,12 @@ def export(config: Config, checkpoint: str, out: str, **options: Any) -> Any:
 @_weights
 @click.option("--snapshot", metavar="NAME|ID", help="The snapshot of the captions. Default: the newest of the cache.")
 @click.option("--count", type=click.IntRange(min=1), help="How many captions. Default: sample.count.")
-@click.option("--out", default="./samples", show_default=True, metavar="DIR", help="Folder for the PNGs.")
+@click.option(
+    "--out",
+    metavar="DIR",
+    help="Folder for the PNGs; a drawing in it is replaced. Default: ./samples, or ./samples-2 and so on if that holds "
+    "another drawing.",
+)
 @click.option(
     "--prompt",
     "prompts",
@@ -748,7 +753,7 @@ def sample(
     snapshot: str | None,
     ema: bool,
     count: int | None,
-    out: str,
+    out: str | None,
     prompts: tuple[str, ...],
     scale: float | None,
     base: bool,
@@ -776,9 +781,9 @@ def sample(
     if watch is not None:
         return stage.watch(config, local_path(watch), once=once)
     if not prompts:
-        return stage.run(config, checkpoint, snapshot, local_path(out), count, ema=ema, scale=scale, base=base)
+        return stage.run(config, checkpoint, snapshot, _path(out), count, ema=ema, scale=scale, base=base)
     shared: dict[str, Any] = {"ema": ema, "scale": scale, "base": base, "control": _path(control)}
-    return stage.run_prompts(config, checkpoint, prompts, local_path(out), height=height, width=width, **shared)
+    return stage.run_prompts(config, checkpoint, prompts, _path(out), height=height, width=width, **shared)
 
 
 @cli.command(hidden=True)

@@ -10,6 +10,7 @@ by the weights that the run began from, and by the trained ones. Guidance uses t
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import tempfile
@@ -38,10 +39,13 @@ from pipeline.reporting.draw_latents import DrawnLatent
 from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
+from pipeline.sources import caption_rules
 from pipeline.training import checkpoint as checkpoints
 from pipeline.training import lock
 from pipeline.training.base_weights import first_weights, whole_weights
 
+FOLDER = Path("samples")
+"""Of the pictures, unless another is given."""
 SHEET = "contact_sheet.png"
 TABLE = "samples.jsonl"
 _FIX = "--snapshot or --config with this model's encoders"
@@ -62,7 +66,7 @@ def run(
     config: Config,
     checkpoint: str,
     snapshot: str | None,
-    out: Path,
+    out: Path | None = None,
     count: int | None = None,
     *,
     ema: bool = False,
@@ -74,7 +78,8 @@ def run(
     Args:
         checkpoint: `auto` (the newest of `train.output`) or a checkpoint folder.
         snapshot: a name or an id; None is the newest.
-        out: folder of the pictures; files of an earlier call are replaced.
+        out: folder of the pictures; an earlier drawing in it is replaced. None: `samples`, or if that holds another
+            drawing `samples-2`, and so on.
         count: number of captions, taken evenly from the snapshot (None: `sample.count`).
         ema: use the EMA weights instead of the last weights.
         scale: of an adapter's change (None: 1).
@@ -134,7 +139,11 @@ def _trained(config: Config, checkpoint: str, ema: bool) -> tuple[Config, checkp
     stored = checkpoints.ModelTensors(checkpoints.find(config, checkpoint), ema=ema)
     adapter = adapter_from(stored.document.adapter)
     controlled = adapter if adapter is not None and adapter.stays else None
-    return checkpoints.as_trained(config.at(stored.folder), stored.document.config), stored, controlled
+    given = config.at(stored.folder)
+    trained = checkpoints.as_trained(given, stored.document.config)
+    for line in checkpoints.other_drawing(given, trained):
+        _log(f"note: drawn as {stored.folder} was trained: {line}")
+    return trained, stored, controlled
 
 
 def _columns(
@@ -189,13 +198,49 @@ def _file(number: int, title: str) -> str:
     return f"{number:04d}" + ("" if title == DRAWN else f"-{title}")
 
 
+def _drawn_there(out: Path) -> set[Path]:
+    """The pictures of the drawing in a folder, if there is one."""
+    try:
+        lines = (out / TABLE).read_text(encoding="utf-8").splitlines()
+        stems = {Path(json.loads(line)["file"]).stem for line in lines}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+    return {path for path in out.glob("*.png") if path.stem.partition("-")[0] in stems}
+
+
+def _free(work: Path) -> Path:
+    """`FOLDER`, or with a number the first beside it without another drawing than that in `work`; made."""
+    pictures = {path.name: path.read_bytes() for path in (work / "pictures").iterdir()}
+    for number in itertools.count(1):
+        out = FOLDER if number == 1 else FOLDER.with_name(f"{FOLDER.name}-{number}")
+        there = _drawn_there(out)
+        if not any(out.glob("[0-9][0-9][0-9][0-9]*.png")):
+            break
+        if (out / TABLE).exists() and {path.name for path in there} == set(pictures):
+            same_rows = (out / TABLE).read_bytes() == (work / TABLE).read_bytes()
+            if same_rows and all(path.read_bytes() == pictures[path.name] for path in there):
+                break
+    if out != FOLDER:
+        _log(f"{FOLDER} holds another drawing: this one goes to {out}")
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
 @contextmanager
-def _working(out: Path) -> Iterator[Path]:
+def _working(out: Path | None) -> Iterator[Path]:
     """A temporary folder in that of the pictures, made before anything is drawn.
+
+    Args:
+        out: None: `FOLDER`, or one beside it.
 
     Raises:
         UserError: it cannot be made; pictures of somebody else would be replaced.
     """
+    if out is None:
+        with writing(FOLDER, "check the rights, or give --out"):
+            with tempfile.TemporaryDirectory(prefix=f".{FOLDER.name}-partial-", dir=FOLDER.parent) as beside:
+                yield Path(beside)
+        return
     if not (out / TABLE).exists() and (there := sorted(out.glob("[0-9][0-9][0-9][0-9]*.png"))):
         raise UserError(
             f"{out} holds pictures that `sample` did not draw",
@@ -213,7 +258,7 @@ def run_prompts(
     config: Config,
     checkpoint: str,
     prompts: Sequence[str],
-    out: Path,
+    out: Path | None = None,
     *,
     ema: bool = False,
     scale: float | None = None,
@@ -245,6 +290,8 @@ def run_prompts(
     )
     size = height or config.data.resolution, width or config.data.resolution
     stored.architecture.check_sides(*size, compression, "--{name} {value}")
+    for prompt in prompts:
+        caption_rules.check_prompt(prompt, "--prompt")
     with _working(out) as work:
         encoded, drawn_from = encoder_process.encode_prompts(config, prompts, work, control, size)
         if text is not None and text != (configured := replace(encoded.recipe, storage=text.storage)):
@@ -339,13 +386,14 @@ def publish(
     rows: Sequence[dict[str, Any]],
     stored: checkpoints.ModelTensors,
     work: Path,
-    out: Path,
+    out: Path | None,
     photos: SourcePictures | None = None,
 ) -> Path:
     """Decode, and move the table, its pictures and the contact sheet into place, in this order: by the table a folder
-    is known as ours.
+    is known as ours. Of an earlier drawing nothing stays in the folder.
 
     Args:
+        out: None: `FOLDER`, or a folder beside it if that holds another drawing (`_free`).
         latents: by title of their column.
         rows: of the table, a picture each.
         photos: of the first column, for rows with a `source`.
@@ -359,7 +407,11 @@ def publish(
     lines = [{"file": f"{_file(number, DRAWN)}.png", **row, **origin} for number, row in enumerate(rows)]
     table = work / TABLE
     table.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    out = _free(work) if out is None else out
+    earlier = _drawn_there(out)
     os.replace(table, out / TABLE)
+    for path in earlier - {out / path.name for path in (work / "pictures").iterdir()}:
+        path.unlink(missing_ok=True)
     cards = []
     for number, row in enumerate(rows):
         size = row["height"], row["width"]

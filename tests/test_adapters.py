@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.kernels import joined_linear
 from pipeline.layer_classes import LayerMixin, add_mixin, without_adapter
-from pipeline.models.adapters import adapter_of, low_rank
+from pipeline.models.adapters import Merged, adapter_of, files, low_rank
 from pipeline.models.adapters.lora import LoRA
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import deinterleave, interleave
 from pipeline.models.sana_files import save_weights
 from pipeline.training.checkpoint import CheckpointError
-from tests.support.runs import fit_tiny
+from tests.support.checkpoints import load_model_state
+from tests.support.messages import naming
+from tests.support.runs import fit_tiny, same_checkpoints
 from tests.support.tiny_sana import TINY, inputs, make
 from tests.support.workers import tiny_run
 
@@ -314,3 +317,84 @@ def test_start_files_that_do_not_fit_name_their_keys(tmp_path: Path) -> None:
         adapter_of(settings(kind="dora", rank=3, targets="all", start=str(good)), TINY)
     with pytest.raises(ConfigError, match=r"train\.adapter\.targets"):
         adapter_of(settings(rank=3, targets="attention", start=str(good)), TINY)
+
+
+def trained_dora(folder: Path) -> dict[str, Tensor]:
+    """An export of a DoRA of all layers."""
+    base, module, adapter = TINY.initial(0), TINY.module(), adapter_of(settings(**DORA), TINY)
+    assert adapter is not None
+    adapter.apply(module)
+    values = {n: adapter.initial(n, tuple(p.shape), 0, base) for n, p in module.named_parameters() if "lora_" in n}
+    values = {name: value + 0.1 * torch.randn_like(value) for name, value in values.items()}
+    folder.mkdir()
+    adapter.save("diffusers", Merged(TINY, adapter, base, values), folder, torch.float32)
+    return values
+
+
+DORA: dict[str, Any] = {"kind": "dora", "rank": 2, "targets": "all"}
+
+
+def started(place: Path) -> Mapping[str, Tensor]:
+    adapter = adapter_of(settings(**DORA, start=str(place)), TINY)
+    assert isinstance(adapter, LoRA) and adapter._start is not None
+    return adapter._start
+
+
+def test_a_dora_of_all_layers_starts_from_its_export_and_from_a_folder_of_peft(tmp_path: Path) -> None:
+    values = trained_dora(tmp_path / "export")
+    given = started(tmp_path / "export")
+    assert given.keys() == values.keys() and all(torch.allclose(given[name], values[name]) for name in values)
+    tensors = load_file(tmp_path / "export" / files.DIFFUSERS_FILE)
+    (tmp_path / "peft").mkdir()
+    theirs = {f"base_model.model.{key.removeprefix('transformer.')}": value for key, value in tensors.items()}
+    save_file(theirs, tmp_path / "peft/adapter_model.safetensors")
+    (tmp_path / "peft/adapter_config.json").write_text('{"r": 2, "lora_alpha": 4, "use_dora": true}')
+    given = started(tmp_path / "peft")
+    for name, value in values.items():
+        assert torch.allclose(given[name], value * (2 if name.endswith("lora_B") else 1)), name
+
+
+def test_hostile_start_files_are_refused_by_name(tmp_path: Path) -> None:
+    trained_dora(tmp_path / "export")
+    file = tmp_path / "export" / files.DIFFUSERS_FILE
+    tensors, data, key = load_file(file), file.read_bytes(), "transformer.transformer_blocks.0.attn1.to_k.lora_A.weight"
+    bad, broken = tmp_path / "bad.safetensors", tmp_path / "broken.safetensors"
+
+    def stored(change: dict[str, Tensor], **header: Any) -> Path:
+        named = {f"transformer.{name}": value for name, value in {"r": 2, "lora_alpha": 2, **header}.items()}
+        save_file({**tensors, **change}, bad, {"lora_adapter_metadata": json.dumps(named)})
+        return bad
+
+    changes = (torch.full_like(tensors[key], torch.nan), tensors[key].int(), torch.zeros(()), torch.zeros(2, 0))
+    for value in changes:
+        with pytest.raises(ConfigError, match=naming(bad.name, key)):
+            started(stored({key: value}))
+    for header in ({"lora_alpha": "x"}, {"r": 0}, {"lora_alpha": None}, {"r": -4, "use_rslora": True}, {"r": [2]}):
+        with pytest.raises(ConfigError, match=naming(bad.name, "train.adapter.start")):
+            started(stored({}, **header))
+    (tmp_path / "empty").mkdir()
+    for content in (b"", data[:9], data[:-1], pickle.dumps({}), b"[" * 10**5):
+        broken.write_bytes(content)
+        with pytest.raises(UserError, match=naming(broken.name, "train.adapter.start")):
+            started(broken)
+    for place in (tmp_path / "empty", tmp_path / "absent"):
+        with pytest.raises(UserError, match=naming(place.name, "train.adapter.start")):
+            started(place)
+
+
+def test_a_run_goes_on_without_its_start_file(tmp_path: Path) -> None:
+    """The checkpoint has its values."""
+    adapter = {"rank": 2, "targets": ["attn2.to_k"]}
+    first = fit_tiny(tiny_run.config(tmp_path / "first", steps=1, adapter=adapter)).checkpoint
+    assert first is not None
+    trained = load_model_state(first)[1]
+    names = {name.removeprefix("model."): value for name, value in trained.items() if name.startswith("model.")}
+    parameters = names or trained
+    start = diffusers_file(tmp_path / "start.safetensors", {n: v for n, v in parameters.items() if "lora_" in n})
+    given = {**adapter, "start": str(start)}
+    fit_tiny(tiny_run.config(tmp_path / "run", steps=1, adapter=given))
+    fit_tiny(tiny_run.config(tmp_path / "whole", steps=2, adapter=given))
+    start.unlink()
+    fit_tiny(tiny_run.config(tmp_path / "run", steps=2, adapter=given), resume="auto")
+    places = [tmp_path / name / "checkpoints/step-00000002" for name in ("run", "whole")]
+    assert same_checkpoints(*places)

@@ -814,6 +814,27 @@ def test_a_picture_that_cannot_be_had_leaves_a_gap(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_earlier_drawings_stay_and_another_file_draws_as_the_checkpoint_was_trained(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def drawn(count: int, out: Path | None = None, **train: Any) -> Path:
+        return sample.run(trained.config.with_train(**train), "auto", None, out, count, base=False).sheet.parent
+
+    assert drawn(2) == Path("samples")
+    before = {path.name: path.read_bytes() for path in Path("samples").iterdir()}
+    assert drawn(1) == Path("samples-2") and drawn(2) == Path("samples")
+    assert {path.name: path.read_bytes() for path in Path("samples").iterdir()} == before
+    shift = trained.config.train.flow.shift
+    capsys.readouterr()
+    assert drawn(2, flow=trained.config.train.flow.model_copy(update={"shift": shift + 2})) == Path("samples")
+    assert "train.flow.shift" in capsys.readouterr().out
+    drawn(1, Path("samples"))
+    assert {path.name for path in Path("samples").glob("0*")} == {"0000.png", "0000-reconstruction.png"}
+
+
 def test_a_failing_decoder_is_reported(trained: Trained, tmp_path: Path) -> None:
     config = changed(trained.config, tmp_path, f"vae.id={tmp_path / 'gone'}")
     with pytest.raises(encoder_process.DecodeError, match="exit code 2"):

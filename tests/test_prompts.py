@@ -373,3 +373,15 @@ def test_gc_leaves_the_records_of_prompts(
     after = prompts.open_prompts(Cache.of(config), None, before.recipe)
     assert all(np.array_equal(after.rows(number), rows[number]) for number in range(len(rows)))
     assert after.null()[1].any() and stages.verify.run(config) == 0
+
+
+@pytest.mark.parametrize("flags", ["--n blurry --w 64 --h 80 --d 42 --l 7.5 --s 28", "--ar 16:9", "--seed 3", "--w=64"])
+def test_options_of_other_programs_are_no_words_of_a_prompt(flags: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    for name, text in (("prompts.txt", f"a dog\na cat {flags}\n"), ("prompts.json", json.dumps([f"a cat {flags}"]))):
+        file = tmp_path / name
+        file.write_text(text)
+        with pytest.raises(UserError, match=naming(name, flags.split("=")[0].split()[0])):
+            prompting.read(str(file), 1.0)
+    file.write_text(json.dumps(["a cat -- a dog", "a well--known cat", "a cat --exactly so", "cat -n"]))
+    assert len(prompting.read(str(file), 1.0)) == 4

@@ -117,6 +117,8 @@ def read(file: str, patience_s: float) -> list[tuple[int, str]]:
             found=short_repr(prompts[0][1]),
             fix="use the link of the file itself (often called raw)",
         )
+    for number, prompt in prompts:
+        caption_rules.check_prompt(prompt, f"{file}: line {number}")
     return prompts
 
 

@@ -9,12 +9,14 @@ Price: with `diffusers` the capitals of a caption do not reach the model, as at 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.config import TextConfig
+from pipeline.errors import UserError
 
 # A constant of the released models: the instruction before every caption ("complex human instruction",
 # `text_encoder.chi_prompt` in NVlabs/Sana's configurations). A changed character changes every row of every caption.
@@ -43,6 +45,10 @@ INSTRUCTIONS: dict[str, str] = {
     "nvlabs": _INSTRUCTION.replace("{quote}", '"'),
 }
 """Recipe name -> the instruction (1,057 characters, with a space at the end)."""
+_FLAGS = re.compile(
+    r"(?<!\S)--(?:[A-Za-z]{1,2}|seed|steps|width|height|neg|negative|niji|style|stylize|chaos)(?=[\s=]|$)"
+)
+"""kohya's (`--n blurry --w 64 --d 42`), Midjourney's (`--ar 16:9 --v 6`) and their like."""
 _ASCII_SPACE = "".join(character for character in map(chr, range(128)) if character.isspace())
 
 
@@ -71,6 +77,22 @@ def normalise_all(captions: pa.Array, recipe: str) -> pa.Array:
     normalised = pc.ascii_trim(pc.ascii_lower(captions), characters=_ASCII_SPACE)
     rest = [normalise(caption, recipe) for caption in captions.filter(other).to_pylist()]
     return pc.replace_with_mask(normalised, other, pa.array(rest, captions.type)) if rest else normalised
+
+
+def check_prompt(text: str, place: str) -> None:
+    """Refuse a prompt with options of other trainers and services behind it, which would be drawn as words.
+
+    Args:
+        place: where it stands, for people.
+    """
+    if found := _FLAGS.findall(text):
+        raise UserError(
+            f"{place}: has options of another program, which would be words of the prompt",
+            expected="words alone; sizes are train.pictures.height and width, or --height and --width of sample; seed, "
+            "steps and guidance are sample.seed, sample.steps and sample.guidance; there are no negative prompts",
+            found=" ".join(found),
+            fix="remove them from the prompt",
+        )
 
 
 def choose(weights: Sequence[float], draw: float) -> int:

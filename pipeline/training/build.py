@@ -180,10 +180,11 @@ def has_packed_kernel(train: TrainConfig, device: torch.device) -> bool:
     return fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def trainable_of(config: Config, task: TrainingTask) -> Trainable:
-    """What the run trains. Errors as in `architecture_of`."""
+def trainable_of(config: Config, task: TrainingTask, *, start: bool = True) -> Trainable:
+    """What the run trains. start: False: a checkpoint has its values, so that no start file of an adapter is read.
+    Errors as in `architecture_of`."""
     spec = architecture_of(config, task)
-    adapter = task.adapter if task.adapter is not None else adapter_of(config.train, spec)
+    adapter = task.adapter if task.adapter is not None else adapter_of(config.train, spec, start=start)
     return Trainable(spec, task.recipe or recipe_of(config.train, task.preserved), adapter)
 
 

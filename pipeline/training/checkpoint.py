@@ -42,6 +42,7 @@ from pipeline.errors import ConfigError, UserError, writing
 from pipeline.loader.loader import LoaderState
 from pipeline.models.adapters import Adapter
 from pipeline.models.spec import ModelSpec, spec_of
+from pipeline.options import value_at
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from pipeline.parallel.parallelize import EXTRA
 from pipeline.training.host_copy import HostCopy, thread_of_this_device
@@ -609,9 +610,19 @@ class ModelTensors(Mapping[str, Tensor]):
 
 
 def as_trained(config: Config, earlier: dict[str, Any]) -> Config:
-    """The configuration with the numerics of a training (`earlier`), so that pictures are those which it draws."""
+    """The configuration with what decides a drawing as it was in a training (`earlier`): pictures are those that it
+    draws, whatever the file says today."""
     train = earlier["train"]
-    return config.with_train(residual=train["residual"], recipe=train["recipe"])
+    flow = type(config.train.flow).model_validate(train["flow"])
+    return config.with_train(residual=train["residual"], recipe=train["recipe"], flow=flow)
+
+
+def other_drawing(config: Config, trained: Config) -> list[str]:
+    """What `as_trained` has changed, in words: `train.flow.shift 3.0, not 1.0`."""
+    names = ("train.flow.shift", "train.residual", "train.recipe")
+    given, taken = config.model_dump(), trained.model_dump()
+    values = [(name, value_at(taken, name), value_at(given, name)) for name in names]
+    return [f"{name} {old}, not {new}" for name, old, new in values if old != new]
 
 
 def resolve(root: Path, resume: str | Path, option: str = "--resume") -> Path | None:

@@ -92,7 +92,7 @@ def fit(
         resumed, notes = broadcast_from_rank_0(lambda: checkpoint.choose(context.folder, resume, origin))
         for line in notes:
             log(line)
-        trainable = run_on_all(lambda: trainable_of(config, task))
+        trainable = run_on_all(lambda: trainable_of(config, task, start=resumed is None))
         check_start(context, trainable, resumed)
         if resumed is not None and (done := resumed.done) >= train.steps:
             lacking = broadcast_from_rank_0(lambda: _not_looked_at(context)) if done == train.steps else []

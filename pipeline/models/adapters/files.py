@@ -31,6 +31,8 @@ COMFYUI_STEM = "comfyui_lora"
 """Of a file that is given no other name."""
 _NOT_APPLIED = re.compile(r"\.attn2\.norm_[qk]\.")
 """Parameters of ours that ComfyUI's nodes for Sana load and never apply."""
+PEFT_FILE, PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+"""Of a folder that PEFT's `save_pretrained` writes."""
 _COMFYUI = "diffusion_model."
 
 

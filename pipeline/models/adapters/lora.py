@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import AdapterConfig, TrainConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, UserError
 from pipeline.models.adapters import Adapter, Merged, files, matching
 from pipeline.models.adapters.low_rank import add_low_rank, updated
-from pipeline.models.hub import listed, open_tensors
+from pipeline.models.hub import listed, open_tensors, read_json
 from pipeline.models.spec import ModelSpec, Values, generator_of
 
 PARTS: Mapping[str, str] = {
@@ -31,6 +32,8 @@ PARTS: Mapping[str, str] = {
     "lora_magnitude_vector": "lora_magnitude",
 }
 """Ending of a key in diffusers' file (PEFT's) -> name of the parameter."""
+_PEFT = re.compile(r"^base_model\.model\.(?:transformer\.)?")
+"""Before the names of modules in PEFT's files."""
 
 
 class LoRA(Adapter):
@@ -133,17 +136,10 @@ class LoRA(Adapter):
     # ---------------------------------------------------------------------------------------------------- start file
 
     def _read(self, path: Path, spec: ModelSpec) -> dict[str, Tensor]:
-        """The parameters in a LoRA file of diffusers, or an export, as they are with alpha / rank of this run."""
-        path = path / files.DIFFUSERS_FILE if path.is_dir() else path
+        """The parameters in a LoRA file of diffusers, an export or a folder of PEFT, as they are with alpha / rank of
+        this run."""
         option = f"train.adapter.start: {path}"
-        with open_tensors(path) as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}
-            described = (file.metadata() or {}).get("lora_adapter_metadata", "{}")
-        try:
-            metadata = dict(json.loads(described))
-        except (ValueError, TypeError) as error:
-            what = f"{option}: its lora_adapter_metadata is no JSON object: {error}"
-            raise ConfigError(what, expected="a LoRA file of diffusers") from None
+        tensors, metadata = _opened(path, option)
         wanted = {
             f"transformer.{name}.{ending}": f"{name}.{part}"
             for name in self.targets
@@ -158,9 +154,12 @@ class LoRA(Adapter):
         result: dict[str, Tensor] = {}
         for key, name in wanted.items():
             layer, _, part = name.rpartition(".")
-            value = tensors[key].float()
-            value = value.flatten(1) if value.ndim > 1 else value
+            value = tensors[key]
+            is_row = part == "lora_magnitude" and value.shape[:1] == (1,)  # of a 1x1 convolution: (1, outputs, 1, 1)
+            value = value.flatten(0 if is_row else 1) if value.ndim > 1 else value
             _check_shape(option, key, shapes[name], tuple(value.shape))
+            _check_values(option, key, value)
+            value = value.float()
             value = value if part == "lora_A" else spec.rows_from_file(f"{layer}.weight", value)
             result[name] = value * scale if part == "lora_B" else value
         return result
@@ -173,9 +172,16 @@ class LoRA(Adapter):
             raise ConfigError(
                 f"{option}: its modules have different ranks or alphas", found=", ".join(several), fix=fix
             )
-        rank = metadata.get("transformer.r", self.rank)
-        root = math.sqrt(rank) if metadata.get("transformer.use_rslora") else rank
-        return metadata.get("transformer.lora_alpha", root) / root
+        try:
+            rank = float(metadata.get("transformer.r", self.rank))
+            root = math.sqrt(rank) if metadata.get("transformer.use_rslora") else rank
+            scale = float(metadata.get("transformer.lora_alpha", root)) / root
+        except (TypeError, ValueError, ZeroDivisionError, OverflowError):
+            scale = math.nan
+        if not 0 < scale < math.inf:
+            given = {name: metadata.get(f"transformer.{name}") for name in ("r", "lora_alpha")}
+            raise ConfigError(f"{option}: its rank and alpha are no numbers above 0", found=str(given))
+        return scale
 
 
 class DoRA(LoRA):
@@ -210,6 +216,49 @@ def _refusal(layer: nn.Module) -> str | None:
     if layer.groups > 1:
         return f"it is a convolution of {layer.groups} groups, and a low-rank product would mix them"
     return None if getattr(layer, "of_tokens", False) else "it is a convolution of pictures, not a product of tokens"
+
+
+def _opened(path: Path, option: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and settings of a file by the keys of diffusers."""
+    try:
+        return _read(path, option)
+    except ConfigError:
+        raise
+    except UserError as error:
+        expected = "an export, a LoRA file of diffusers, or a folder that PEFT's save_pretrained wrote"
+        what = f"train.adapter.start: {error.what}"
+        raise ConfigError(what, expected=expected, found=error.found, fix=error.fix) from None
+
+
+def _read(path: Path, option: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    peft = path / files.PEFT_FILE
+    if path.is_dir() and not (path / files.DIFFUSERS_FILE).exists() and peft.exists():
+        with open_tensors(peft) as file:
+            tensors = {_PEFT.sub("transformer.", key): file.get_tensor(key) for key in file.keys()}
+        settings = read_json(path / files.PEFT_SETTINGS)
+        tensors = {key.removesuffix(".weight") if "magnitude" in key else key: value for key, value in tensors.items()}
+        return tensors, {f"transformer.{name}": value for name, value in settings.items()}
+    with open_tensors(path / files.DIFFUSERS_FILE if path.is_dir() else path) as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
+        described = (file.metadata() or {}).get("lora_adapter_metadata", "{}")
+    try:
+        return tensors, dict(json.loads(described))
+    except (ValueError, TypeError, RecursionError) as error:
+        what = f"{option}: its lora_adapter_metadata is no JSON object: {error}"
+        raise ConfigError(what, expected="a LoRA file of diffusers") from None
+
+
+def _check_values(option: str, key: str, value: Tensor) -> None:
+    """Refuse values that no training goes on from."""
+    if not value.is_floating_point():
+        raise ConfigError(f"{option}: {key} holds no floating-point numbers", found=str(value.dtype))
+    if not bool(torch.isfinite(value.float()).all()):
+        count = int((~torch.isfinite(value.float())).sum())
+        raise ConfigError(
+            f"{option}: {key} holds values that are no finite numbers",
+            found=f"{count} of {value.numel()}",
+            fix="give another file: the training that wrote this one had failed",
+        )
 
 
 def _check_keys(option: str, keys: Iterable[str], wanted: Mapping[str, str]) -> None:
