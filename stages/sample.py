@@ -88,7 +88,7 @@ def run(
     Raises:
         UserError: no checkpoint, no snapshot, or a snapshot of other encoders; a scale for a whole model.
     """
-    outputs.check(config, out)
+    outputs.check(config, FOLDER if out is None else out)
     config, stored, controlled = _trained(config, checkpoint, ema)
     cache = Cache.of(config)
     opened = cache.open_snapshot(snapshot)
@@ -209,19 +209,19 @@ def _drawn_there(out: Path) -> set[Path]:
 
 
 def _free(work: Path) -> Path:
-    """`FOLDER`, or with a number the first beside it without another drawing than that in `work`; made."""
+    """`FOLDER`, or with a number the first beside it that is new, empty or holds the drawing in `work`; made."""
     pictures = {path.name: path.read_bytes() for path in (work / "pictures").iterdir()}
     for number in itertools.count(1):
         out = FOLDER if number == 1 else FOLDER.with_name(f"{FOLDER.name}-{number}")
         there = _drawn_there(out)
-        if not any(out.glob("[0-9][0-9][0-9][0-9]*.png")):
+        if not out.exists() or not any(out.iterdir()):
             break
         if (out / TABLE).exists() and {path.name for path in there} == set(pictures):
             same_rows = (out / TABLE).read_bytes() == (work / TABLE).read_bytes()
             if same_rows and all(path.read_bytes() == pictures[path.name] for path in there):
                 break
     if out != FOLDER:
-        _log(f"{FOLDER} holds another drawing: this one goes to {out}")
+        _log(f"{FOLDER} holds another drawing or other files: this one goes to {out}")
     out.mkdir(parents=True, exist_ok=True)
     return out
 
@@ -278,7 +278,7 @@ def run_prompts(
     Raises:
         UserError: no checkpoint; encoders that do not fit it; sides that the model cannot draw.
     """
-    outputs.check(config, out)
+    outputs.check(config, FOLDER if out is None else out)
     config, stored, controlled = _trained(config, checkpoint, ema)
     if (controlled is None) != (control is None):
         held = "a ControlNet, which draws with a control picture" if control is None else "no ControlNet"
