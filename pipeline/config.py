@@ -23,7 +23,18 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, 
 from pydantic.fields import FieldInfo
 
 from pipeline.errors import ConfigError, alternatives, expanded, not_permitted
-from pipeline.options import MISSING, deepest, field_at, fields_below, flat, put, value_at, values_of, within
+from pipeline.options import (
+    MISSING,
+    deepest,
+    field_at,
+    fields_below,
+    flat,
+    put,
+    section_of,
+    value_at,
+    values_of,
+    within,
+)
 from pipeline.urls import strip_credentials
 from pipeline.yaml_text import NO_YAML, as_yaml, from_yaml, not_yaml, on_one_line
 
@@ -205,6 +216,10 @@ class TagsConfig(_Section):
     """The first tags, such as a trigger word, that stay in front and are not left out."""
 
 
+WAYS = ("suffix", "folder", "column", "made")
+"""The options that say where a further picture is."""
+
+
 class FurtherConfig(_Section):
     """Where a further picture of each sample is: `suffix`, `folder`, `column` or `made`, one of them. It is cropped and
     resized as the sample's picture, so it must show the same area; its size in pixels may differ."""
@@ -220,12 +235,16 @@ class FurtherConfig(_Section):
     required: bool = True
     """Whether a sample without it is rejected. Otherwise it counts as a black control picture, or as a white mask."""
 
+    @property
+    def ways(self) -> list[str]:
+        """Which of the four is given; none: the source remembers it."""
+        return [name for name in WAYS if getattr(self, name, None)]
+
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        made = getattr(self, "made", None)
-        given = [name for name in ("suffix", "folder", "column", "made") if getattr(self, name, None)]
-        if len(given) != 1:
-            raise ValueError(f"give one of suffix, folder, column and made (given: {', '.join(given) or 'none'})")
+        made, given = getattr(self, "made", None), self.ways
+        if len(given) > 1:
+            raise ValueError(f"give one of suffix, folder, column and made (given: {', '.join(given)})")
         folder = self.folder or ""
         if folder.startswith("/") or "://" in folder or {".", ".."} & {*folder.split("/")}:
             example = "edges for DIR/edges of --data DIR, which holds the pictures, too"
@@ -342,15 +361,18 @@ class DataConfig(_Section):
 
 @dataclass(frozen=True)
 class DataGiven:
-    """What gives the values of the section `data`.
+    """What gives the values of the section `data`, and of `encode.signals`, which is called `signals` here.
 
     Attributes:
         file: the section as the configuration file has it, with defaults; None: unknown.
+        signals: those of the file.
         named: its options that a file of the user's choice gives.
-        overridden: its options that `--set` gives.
+        overridden: its options that `--set` gives, those of sections in it by dotted name (`tags.drop`); a section
+            itself where `--set` gives null or an empty mapping.
     """
 
     file: DataConfig | None = dataclass_field(default=None, compare=False)
+    signals: tuple[str, ...] = dataclass_field(default=(), compare=False)
     named: frozenset[str] = dataclass_field(default=frozenset(), compare=False)
     overridden: frozenset[str] = dataclass_field(default=frozenset(), compare=False)
 
@@ -1332,12 +1354,9 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
     for keys, value, text in assignments:
         _assign(tree, keys, value, text)
     config = validated(tree, source, dict(zip(overridden, overrides, strict=True)))
-    config._data_given = replace(
-        data_given,
-        overridden=frozenset(
-            name for name in DataConfig.model_fields if any(within(o, f"data.{name}") for o in overridden)
-        ),
-    )
+    names = [name for keys, value, _ in assignments if keys[0] == "data" for name in _named(keys[1:], value)]
+    signals = ["signals"] if any(within("encode.signals", option) for option in overridden) else []
+    config._data_given = replace(data_given, overridden=frozenset([*names, *signals]))
     return config, Given(source, tree, tuple(overridden))
 
 
@@ -1357,10 +1376,22 @@ def validated(tree: dict[str, Any], source: Path, overridden: dict[str, str]) ->
 
 
 def _data_given(tree: dict[str, Any], is_chosen: bool) -> DataGiven:
-    section = tree.get("data") or {}
+    section, signals = tree.get("data") or {}, value_at(tree, "encode.signals")
+    named = [*(section if isinstance(section, dict) else ()), *(["signals"] if isinstance(signals, list) else [])]
     with suppress(ValidationError):  # `--set` may mend it
-        return DataGiven(DataConfig.model_validate(section), frozenset(section if is_chosen else ()))
+        file = DataConfig.model_validate(section)
+        return DataGiven(file, tuple(signals or ()), frozenset(named if is_chosen else ()))
     return DataGiven()
+
+
+def _named(keys: list[str], value: Any) -> Iterator[str]:
+    """The options of `data` that `--set` gives by `data.KEYS=VALUE`, as in `DataGiven.overridden`."""
+    field = field_at(DataConfig, keys)[1] if keys else None
+    if isinstance(value, dict) and value and (not keys or (field is not None and section_of(field) is not None)):
+        for key, inner in value.items():
+            yield from _named([*keys, key], inner)
+    else:
+        yield from [".".join(keys)] if keys else DataConfig.model_fields
 
 
 def read_tree(source: Path) -> dict[str, Any]:

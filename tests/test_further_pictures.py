@@ -44,6 +44,7 @@ from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.signals.control import ControlRecipe
 from pipeline.signals.mask import MaskRecipe
 from tests.support.loading import loader_settings
+from tests.support.messages import naming
 from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
@@ -548,7 +549,6 @@ def test_edges_need_opencv(make_config: MakeConfig, tmp_path: Path, monkeypatch:
 def test_settings_that_do_not_go_together(samples: Samples, make_config: MakeConfig, tmp_path: Path) -> None:
     for options, message in {
         ("control.suffix=.a", "control.column=b"): "one of suffix, folder, column and made",
-        ("control.required=false",): "one of suffix, folder, column and made",
         ("control.folder=/data/edges",): "folder is relative to the data",
         ("mask.folder=s3://data/masks",): "folder is relative to the data",
         ("control.folder=../edges",): "folder is relative to the data",
@@ -558,6 +558,8 @@ def test_settings_that_do_not_go_together(samples: Samples, make_config: MakeCon
         with pytest.raises(ConfigError, match=message):
             configured(make_config, tmp_path, *(f"data.pictures.{option}" for option in options))
     data, _ = laid_out(samples, "webdataset", tmp_path)
+    with pytest.raises(ConfigError, match=naming("data.pictures.control.suffix")):
+        stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.required=false"), data)
     with pytest.raises(UserError, match=r"data\.pictures\.control\.column: edges: further pictures of a source"):
         stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.column=edges"), data)
     data, _ = laid_out(samples, "parquet", tmp_path / "table")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,9 +12,10 @@ import pyarrow as pa
 import pytest
 
 from pipeline.cache.scan_table import SCAN
-from pipeline.config import DataConfig, load
+from pipeline.config import DataConfig, TagsConfig, load
 from pipeline.encoding.reading import as_read, settled
 from pipeline.encoding.survey import fit_notes
+from pipeline.errors import ConfigError
 from tests.support.messages import naming
 
 PREFIX = "sks style, "
@@ -102,12 +104,98 @@ def test_a_configuration_that_is_asked_for_decides_and_the_shipped_default_does_
 def test_a_note_names_what_is_given_of_further_pictures(tmp_path: Path) -> None:
     plain = file(tmp_path, "plain.yaml", "{}")
     _, scan = read(None, plain, "data.pictures.mask.made=alpha")
-    changed, _ = read(scan, plain, "data.pictures={control: {folder: edges}}")
+    changed, _ = read(scan, plain, "data.pictures.mask={folder: masks}")
     [note] = changed.notes
-    assert '"control": {"folder": "edges"' in note and '"made": "alpha"' in note and "null" not in note
+    assert '"folder": "masks"' in note and '"made": "alpha"' in note and "null" not in note
     (given,) = re.findall(r"so far: (.*)\)", note)
     name, value = shlex.split(given)
     assert name == "--set" and load(plain, [value]).data.pictures == read(scan, plain)[0].config.data.pictures
+
+
+MASK, CONTROL = {"suffix": "-masklabel", "required": False}, {"folder": "poses"}
+REMEMBERED = {
+    "data.pictures.mask": MASK,
+    "data.pictures.control": CONTROL,
+    "data.tags": {"shuffle": 2, "keep": 1},
+    "data.caption_weights": {"short": 1.0, "long": 3.0},
+    "encode.signals": ["phash"],
+}
+STAYS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "nothing": ([], {}),
+    "another folder of masks": (
+        ["data.pictures.mask={folder: masks}"],
+        {"data.pictures.mask": {"folder": "masks", "required": False}},
+    ),
+    "another folder of masks, by its name": (
+        ["data.pictures.mask.folder=masks"],
+        {"data.pictures.mask": {"folder": "masks", "required": False}},
+    ),
+    "a mask that is made is always there": (
+        ["data.pictures.mask.made=alpha"],
+        {"data.pictures.mask": {"made": "alpha"}},
+    ),
+    "whether masks are required": (
+        ["data.pictures.mask.required=true"],
+        {"data.pictures.mask": {"suffix": "-masklabel"}},
+    ),
+    "all further pictures": (
+        ["data.pictures={control: {column: edges}}"],
+        {"data.pictures.control": {"column": "edges"}},
+    ),
+    "no masks": (["data.pictures.mask=null"], {"data.pictures.mask": None}),
+    "no further pictures": (
+        ["data.pictures={}"],
+        {"data.pictures.mask": None, "data.pictures.control": None},
+    ),
+    "a new mask": (
+        ["data.pictures.mask=null", "data.pictures.mask.folder=masks"],
+        {"data.pictures.mask": {"folder": "masks"}},
+    ),
+    "fewer tags": (["data.tags.drop=0.5"], {"data.tags": {"shuffle": 2, "keep": 1, "drop": 0.5}}),
+    "fewer tags, as a mapping": (["data.tags={drop: 0.5}"], {"data.tags": {"shuffle": 2, "keep": 1, "drop": 0.5}}),
+    "no tags": (["data.tags=null"], {"data.tags": None}),
+    "one weight": (
+        ["data.caption_weights.alt=2"],
+        {"data.caption_weights": {"short": 1.0, "long": 3.0, "alt": 2.0}},
+    ),
+    "other weights": (["data.caption_weights={alt: 2}"], {"data.caption_weights": {"alt": 2.0}}),
+    "no hashes": (["encode.signals=[]"], {"encode.signals": []}),
+}
+
+
+@pytest.mark.parametrize("case", STAYS)
+def test_what_a_source_has_stays_until_it_is_changed_option_by_option(case: str, tmp_path: Path) -> None:
+    plain = file(tmp_path, "plain.yaml", "{pictures: {control: {made: canny}}}")
+    _, scan = read(None, plain, *(f"{option}={json.dumps(value)}" for option, value in REMEMBERED.items()))
+    overrides, changed = STAYS[case]
+    reading, after = read(scan, plain, *overrides)
+    wanted = load(plain, [f"{option}={json.dumps(value)}" for option, value in {**REMEMBERED, **changed}.items()])
+    assert (reading.config.data, reading.config.encode) == (wanted.data, wanted.encode)
+    for option in REMEMBERED:
+        [said] = [note for note in reading.notes if re.search(naming(option, "--set"), note)]
+        assert ("so far: " in said) == (option in changed)
+    assert read(after, plain)[0].config.data == wanted.data, "and it is remembered in turn"
+
+
+def test_a_file_that_says_something_else_changes_what_it_names(tmp_path: Path) -> None:
+    before = file(tmp_path, "a.yaml", "{tags: {drop: 0.1, keep: 1}, pictures: {mask: {suffix: -m}}}")
+    _, scan = read(None, before, "data.tags.shuffle=2", "data.pictures.control.folder=edges")
+    drop, _ = read(scan, file(tmp_path, "b.yaml", "{tags: {drop: 0.2, keep: 1}, pictures: {mask: {suffix: -m}}}"))
+    assert drop.config.data.tags == TagsConfig(drop=0.2, keep=1, shuffle=2)
+    assert drop.config.data.pictures == load(before, ["data.pictures.control.folder=edges"]).data.pictures
+    without, _ = read(scan, file(tmp_path, "c.yaml", "{tags: null, pictures: {control: {folder: poses}}}"))
+    assert without.config.data.tags is None and without.config.data.pictures.mask is None
+    assert (
+        without.config.data.pictures.control
+        == load("tiny", ["data.pictures.control.folder=poses"]).data.pictures.control
+    )
+
+
+def test_a_further_picture_of_no_place_names_the_options(tmp_path: Path) -> None:
+    plain = file(tmp_path, "plain.yaml", "{}")
+    for scan in (None, read(None, plain, SET)[1]):
+        with pytest.raises(ConfigError, match=naming("data.pictures.mask.suffix", "--set", "pictures")):
+            read(scan, plain, "data.pictures.mask.required=false")
 
 
 def test_pictures_that_fit_their_bucket_badly_are_counted_unless_a_limit_decides() -> None:

@@ -4,7 +4,8 @@ Why: captions, pictures and buckets of a source depend on settings that are ofte
 `encode` of the same source without them would read every old item another way.
 
 A setting is given on purpose if `--set` (or `--format`) gives it, or if the user's file says something else of it than
-at the last scan. Otherwise it is what the last scan used. What differs is printed either way.
+at the last scan. Otherwise it is what the last scan used: of a section (`data.tags`) option by option, and null takes a
+section away. What differs is printed either way.
 """
 
 from __future__ import annotations
@@ -12,7 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config import Config, DataConfig, setting
+from pipeline.config import (
+    WAYS,
+    Config,
+    ControlPictureConfig,
+    DataConfig,
+    DataGiven,
+    MaskPictureConfig,
+    TagsConfig,
+    setting,
+)
+from pipeline.errors import ConfigError
+from pipeline.options import put, value_at, within
 
 GROUPS = (
     ("caption_field", "caption_weights"),
@@ -26,14 +38,24 @@ GROUPS = (
     ("tags",),
     ("image_field",),
     ("image_root",),
-    ("pictures",),
+    ("pictures.control",),
+    ("pictures.mask",),
     ("resolution", "buckets"),
+    ("signals",),
 )
-"""The options of `data` that are remembered. Those of one group replace each other, so they are given together. What
-leaves pictures out (`min_side`, ...) is not remembered: no record changes with it."""
+"""The options of `data` that are remembered, and `encode.signals`. Those of one group replace each other, so they are
+given together. What leaves pictures out (`min_side`, ...) is not remembered: no record changes with it."""
 
-FORMAT = "format"
-_DEFAULTS = DataConfig().model_dump(mode="json")
+ANOTHER_WAY = "is read another way"
+FORMAT, SIGNALS = "format", "signals"
+_DATA = sorted({option.partition(".")[0] for group in GROUPS for option in group} - {SIGNALS})
+_DEFAULTS: dict[str, Any] = {**DataConfig().model_dump(mode="json"), SIGNALS: []}
+_SECTIONS: dict[str, dict[str, Any]] = {
+    "tags": TagsConfig().model_dump(),
+    "pictures.control": ControlPictureConfig().model_dump(),
+    "pictures.mask": MaskPictureConfig().model_dump(),
+}
+"""Sections that may be null, with the defaults of their options."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +74,10 @@ class Reading:
 
     def document(self) -> dict[str, Any]:
         """What a scan document remembers: `used`, and what the `file` said; each without defaults. Empty if all are."""
-        file = self.config._data_given.file
-        used = {**_changed(self.config.data), **({FORMAT: self.format} if self.format else {})}
-        parts = {"used": used, "file": _changed(file) if file is not None else {}}
+        given = self.config._data_given
+        used = _changed(_values(self.config.data, self.config.encode.signals))
+        file = {} if given.file is None else _changed(_values(given.file, given.signals))
+        parts = {"used": {**used, **({FORMAT: self.format} if self.format else {})}, "file": file}
         return {"read": parts} if any(parts.values()) else {}
 
 
@@ -65,51 +88,129 @@ def settled(config: Config, format: str | None, name: str, scan: dict[str, Any] 
         format: as `--format` gives it.
         name: of the source.
         scan: its last scan document.
+
+    Raises:
+        ConfigError: neither the configuration nor the last scan says where a further picture is.
     """
     if scan is None:
+        _check_ways(config.data, name)
         return Reading(config, format)
-    now, given = config.data.model_dump(mode="json"), config._data_given
+    now, given = _values(config.data, config.encode.signals), config._data_given
     read = scan.get("read", {})
     used, file = ({**_DEFAULTS, **read.get(part, {})} for part in ("used", "file"))
-    base = None if given.file is None else given.file.model_dump(mode="json")
-    kept: dict[str, Any] = {}
-    notes = []
+    base = None if given.file is None else _values(given.file, given.signals)
+    result, notes = _values(config.data, config.encode.signals), list[str]()
     for group in GROUPS:
-        on_purpose = base is None or any(
-            option in given.overridden
-            or now[option] != base[option]
-            or (option in given.named and base[option] != file[option])
-            for option in group
-        )
-        different = [option for option in group if now[option] != used[option]]
-        kept |= {} if on_purpose else {option: used[option] for option in different}
-        notes += [_note(name, f"data.{option}", used[option], now[option], on_purpose) for option in different]
+        for option in group:
+            if base is None:
+                value = value_at(now, option)
+            elif option in _SECTIONS:
+                trees = (value_at(tree, option) for tree in (now, used, base, file))
+                value = _of_section(option, list(trees), given)
+            elif _is_changed(group, now, base, file, given):
+                value = _of_mapping(option, value_at(now, option), value_at(used, option), given)
+            else:
+                value = value_at(used, option)
+            put(result, option, value)
+            notes += _notes(name, option, value_at(used, option), value, value_at(now, option))
     before = used.get(FORMAT)
     if format is not None and before is not None and format != before:
         notes.append(f"source {name!r} is read another way: --format {format} (so far: --format {before})")
     elif format is None and before is not None:
         notes.append(f"source {name!r} is read as before: --format {before}")
-    data = DataConfig.model_validate({**now, **kept})
-    return Reading(config.model_copy(update={"data": data}), format or before, tuple(notes))
+    notes.sort(key=lambda note: ANOTHER_WAY not in note)  # changes first
+    signals = result.pop(SIGNALS)
+    data, encode = DataConfig.model_validate(result), config.encode.model_copy(update={SIGNALS: signals})
+    _check_ways(data, name)
+    return Reading(config.model_copy(update={"data": data, "encode": encode}), format or before, tuple(notes))
 
 
 def as_read(config: DataConfig, scan: dict[str, Any]) -> DataConfig:
     """The configuration with which a source was scanned."""
     used = scan.get("read", {}).get("used", {})
-    values = {option: used.get(option, _DEFAULTS[option]) for group in GROUPS for option in group}
+    values = {option: used.get(option, _DEFAULTS[option]) for option in _DATA}
     return DataConfig.model_validate({**config.model_dump(mode="json"), **values})
 
 
-def _changed(data: DataConfig) -> dict[str, Any]:
-    values = data.model_dump(mode="json")
-    return {option: values[option] for group in GROUPS for option in group if values[option] != _DEFAULTS[option]}
+def _values(data: DataConfig, signals: Any) -> dict[str, Any]:
+    return {**data.model_dump(mode="json"), SIGNALS: list(signals)}
 
 
-def _note(name: str, option: str, before: Any, now: Any, on_purpose: bool) -> str:
-    old, new = (setting(option, _given(value)) for value in (before, now))
-    if on_purpose:
-        return f"source {name!r} is read another way: {new} (so far: {old})"
-    return f"source {name!r} is read as before: {old} (another way: {new})"
+def _changed(values: dict[str, Any]) -> dict[str, Any]:
+    return {option: values[option] for option in (*_DATA, SIGNALS) if values[option] != _DEFAULTS[option]}
+
+
+def _is_changed(
+    group: tuple[str, ...], now: dict[str, Any], base: dict[str, Any], file: dict[str, Any], given: DataGiven
+) -> bool:
+    """Whether one of a group's options is given on purpose. base: what the file says; file: what it said."""
+    return any(
+        any(within(name, option) for name in given.overridden)
+        or now[option] != base[option]
+        or (option in given.named and base[option] != file[option])
+        for option in group
+    )
+
+
+def _of_mapping(option: str, now: Any, used: Any, given: DataGiven) -> Any:
+    """The value of an option that is given. Of a mapping (`caption_weights`) single names may be given."""
+    names = [name.partition(".")[2] for name in given.overridden if within(name, option)]
+    return {**used, **{name: now[name] for name in names}} if names and all(names) else now
+
+
+def _of_section(option: str, values: list[dict[str, Any] | None], given: DataGiven) -> dict[str, Any] | None:
+    """The value of a section that may be null: its options that are given, the others as they were. values: as
+    configured, as used in the last scan, as the file says, and as it said."""
+    now, used, base, file = values
+    defaults = _SECTIONS[option]
+    is_set = any(within(option, name) for name in given.overridden)  # to null, or an empty mapping
+    names = {name for name in given.overridden if within(name, option)}
+    in_file = option.partition(".")[0] in given.named and base != file
+
+    def changed(leaf: str) -> bool:
+        ours, said, before = ((tree or defaults)[leaf] for tree in (now, base, file))
+        return f"{option}.{leaf}" in names or (ours != said and not names) or (in_file and said != before)
+
+    leaves = [leaf for leaf in defaults if is_set or changed(leaf)]
+    if now is None and (is_set or base is not None or (in_file and file is not None)):
+        return None
+    if not leaves and not (in_file and file is None):
+        return used
+    if now is None or used is None:
+        return now
+    merged = {**defaults, **used, **{leaf: now[leaf] for leaf in leaves}}
+    if chosen := [way for way in leaves if way in WAYS and now[way] is not None]:
+        merged |= {way: None for way in WAYS if way not in chosen}
+        if "made" in chosen and "required" not in leaves:
+            merged["required"] = True
+    return merged
+
+
+def _check_ways(data: DataConfig, name: str) -> None:
+    for kind, further in data.pictures:
+        if further is not None and not further.ways:
+            option = f"data.pictures.{kind}"
+            raise ConfigError(
+                f"{option} does not say where the {kind} pictures of source {name!r} are, and no earlier encode did",
+                expected=f"one of {', '.join(f'{option}.{way}' for way in WAYS)}",
+                fix=f"{setting(f'{option}.suffix', f'-{kind}')} for X-{kind}.png beside X.jpg, or "
+                f"{setting(f'{option}.folder', f'{kind}s')} for {kind}s/X.png",
+            )
+
+
+def _notes(name: str, option: str, before: Any, value: Any, now: Any) -> list[str]:
+    """What differs. before: at the last scan; value: in this one; now: in the configuration."""
+    full = "encode.signals" if option == SIGNALS else f"data.{option}"
+    old, new, ours = (setting(full, _given(each)) for each in (before, value, now))
+    if value != before:
+        stays = {}
+        if isinstance(value, dict) and isinstance(before, dict):
+            stays = _given({leaf: each for leaf, each in value.items() if (now or {}).get(leaf) != each})
+        as_before = f"; as before: {', '.join(sorted(stays))}" if stays else ""
+        return [f"source {name!r} {ANOTHER_WAY}: {new} (so far: {old}{as_before})"]
+    if value != now:
+        return [f"source {name!r} is read as before: {old} (another way: {ours})"]
+    return []
 
 
 def _given(value: Any) -> Any:
