@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.loader": "errors amounts cache signals sources",
         "pipeline.work": "config errors amounts terminal counters processes retrying launch cache metrics",
         "pipeline.parallel": "config errors launch kernels layer_classes",
-        "pipeline.encoding": "config errors amounts launch cache signals sources images models work",
+        "pipeline.encoding": "config errors options amounts launch cache signals sources images models work",
         "pipeline.training": "config errors options gpus amounts terminal counters processes retrying launch cache"
         " metrics signals sources models kernels snapshots loader parallel",
         "pipeline.planning": "config errors options gpus amounts launch cache signals images models loader parallel"
