@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+
+
+def shorter(parts: Sequence[str], least: int, between: str) -> Iterator[str]:
+    """All parts as a text, then fewer and fewer, without the last ones, down to the first `least`."""
+    return (between.join(parts[:count]) for count in range(len(parts), min(least, len(parts)) - 1, -1))
 
 
 class LiveLine:
@@ -18,14 +23,16 @@ class LiveLine:
     def __init__(self, live: bool):
         self.live = live
         self._shown = ""
+        self._texts: tuple[str, ...] = ("",)
 
-    def show(self, text: str) -> None:
-        """Replace the last text."""
+    def show(self, *texts: str) -> None:
+        """Replace the last text by the first of these that fits, else by the beginning of the last of these."""
         if self.live:
-            fitting = text[: shutil.get_terminal_size().columns - 1]
+            width = shutil.get_terminal_size().columns - 1
+            fitting = next((text for text in texts if len(text) <= width), texts[-1][:width])
             sys.stderr.write("\r" + fitting.ljust(len(self._shown)))
             sys.stderr.flush()
-            self._shown = fitting
+            self._shown, self._texts = fitting, texts
 
     def end(self) -> None:
         """Leave the text and begin a new line."""
@@ -38,13 +45,13 @@ class LiveLine:
         """`log`, for lines that appear above the live line."""
 
         def log_above(line: str) -> None:
-            shown = self._shown
+            shown, texts = self._shown, self._texts
             self.show("")
             if shown:
                 sys.stderr.write("\r")
                 sys.stderr.flush()
             log(line)
             if shown:
-                self.show(shown)
+                self.show(*texts)
 
         return log_above

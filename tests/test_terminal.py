@@ -65,6 +65,51 @@ def test_a_text_takes_the_place_of_the_last_one(capsys: pytest.CaptureFixture[st
     assert screen(capsys.readouterr().err) == ["y" * 29], "a line that wraps cannot be overwritten"
 
 
+def test_a_narrow_terminal_shows_a_shorter_text(capsys: pytest.CaptureFixture[str], width: Callable[..., None]) -> None:
+    line = LiveLine(True)
+    log = line.above(lambda text: print(text, file=sys.stderr))
+    for columns, shown in ((30, "a long text"), (9, "shorter"), (4, "sho")):
+        width(columns)
+        line.show("a long text", "shorter")
+        log("above")
+        assert screen(capsys.readouterr().err)[-1] == shown
+
+
+@pytest.mark.parametrize("columns", [200, 80, 60, 40, 32])
+def test_step_loss_and_time_left_are_shown_at_any_width(
+    columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], width: Callable[..., None]
+) -> None:
+    width(columns)
+    journal = metrics.Metrics(tmp_path / "metrics.jsonl", lambda line: None, line=LiveLine(True), epoch_steps=2.5)
+    row = {"grad_norm": 1.0, "lr": 1.0, "images_per_s": 123.4, "data_wait": 0.0, "bucket": [8, 8]}
+    journal.start(step=0, device="cpu")
+    journal.validation(
+        12000, {"step": 0, "loss": 1.5, "snapshot": "a", "ema_loss": None, "by_sigma": {}, "ema_by_sigma": None,
+                "samples": 5, "seconds": 1.0}
+    )  # fmt: skip
+    for step in range(1, 5):
+        journal.row(12000, {"step": step, "loss": 1 / step, **row, "seconds": 10.0 * step})
+    (shown,) = screen(capsys.readouterr().err)
+    journal.close()
+    assert len(shown) < columns
+    assert "4/12000" in shown and "0.2500" in shown and "33h19m left" in shown
+    assert ("validation 1.5000" in shown) == (columns >= 80)
+
+
+def test_encode_shows_the_time_left_at_any_width(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    now: list[float],
+    width: Callable[..., None],
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    width(50)
+    bar = Progress("captions", 10000, Meter(tokens=40))
+    now[0] += 10
+    bar.add(3, 1)
+    assert "captions: 3/10000, 1 rejected, " in (shown := screen(capsys.readouterr().err)[-1]) and " left" in shown
+
+
 def test_without_a_terminal_there_is_no_such_line(capsys: pytest.CaptureFixture[str]) -> None:
     line = LiveLine(False)
     line.show("never")
@@ -96,7 +141,7 @@ def test_a_line_is_shown_when_it_is_due(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: live, raising=False)
-    monkeypatch.setattr(Progress, "line", lambda self: f"{self.done}+{self.rejected} of {self.total}")
+    monkeypatch.setattr(Progress, "lines", lambda self: iter([f"{self.done}+{self.rejected} of {self.total}"]))
 
     def shown() -> list[str]:
         return capsys.readouterr().err.replace("\r", "\n").split()[::3]
@@ -136,7 +181,7 @@ def test_figures_count_from_the_start_of_the_line(now: list[float]) -> None:
     bar.add(3, 1)
     rates = {"per_s": 0.6, "tokens": 40, "tokens_per_s": 8.0, "encoder_busy": 0.2}
     assert bar.figures() == {"done": 3, "rejected": 1, "seconds": 5.0, **rates}
-    assert bar.line() == "captions: 3/10, 0.8 captions/s, 8 tokens/s, encoder 20% busy, 7s left, 1 rejected"
+    assert bar.line() == "captions: 3/10, 1 rejected, 7s left, 0.8 captions/s, encoder 20% busy, 8 tokens/s"
     bar.add(1, 1)
     assert (bar.done, bar.rejected) == (4, 2)
     bar.forget(2, 0)

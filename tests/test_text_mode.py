@@ -303,7 +303,7 @@ def test_the_line_shows_tokens_per_second() -> None:
     bar.rejected = 1
     meter.tokens += 700
     assert re.fullmatch(
-        r"captions: 5/10, [\d.]+ captions/s, \d+ tokens/s, encoder 0% busy, \w+ left, 1 rejected", bar.line()
+        r"captions: 5/10, 1 rejected, \w+ left, [\d.]+ captions/s, encoder 0% busy, \d+ tokens/s", bar.line()
     )
     assert "tokens" not in Progress("images", 10, Meter()).line()
 

@@ -1019,7 +1019,7 @@ def test_a_row_is_printed_tracked_and_compared_once(tmp_path: Path) -> None:
 
 def test_the_journal_is_read_by_events_and_attempts(tmp_path: Path) -> None:
     path, printed, shown = tmp_path / "metrics.jsonl", list[str](), list[str]()
-    line: Any = SimpleNamespace(live=True, show=shown.append, end=lambda: shown.append("end"))
+    line: Any = SimpleNamespace(live=True, show=lambda *texts: shown.append(texts[0]), end=lambda: shown.append("end"))
     row = {"grad_norm": 1.0, "lr": 1.0, "images_per_s": 2.0, "data_wait": 0.0, "bucket": [8, 8]}
     check = {"ema_loss": 0.5, "by_sigma": {}, "ema_by_sigma": {}, "samples": 5, "seconds": 1.0}
     picture = {"count": 3, "prompt_set": "p", "file": "pictures/x", "seconds": 2.0}
@@ -1047,13 +1047,13 @@ def test_the_journal_is_read_by_events_and_attempts(tmp_path: Path) -> None:
         with pytest.raises(ValueError):
             journal.row(9, {"step": 3, "loss": math.nan, **row})
     assert shown == [
-        "step 1/9 (11%)  loss 1.0000  2.0 images/s  10s elapsed  1m20s left",
-        "step 2/9 (22%)  loss 0.5000 (-0.5000)  2.0 images/s  20s elapsed  1m10s left",
-        "step 3/9 (33%)  loss 0.3333 (-0.6667)  2.0 images/s  30s elapsed  1m00s left",
-        "step 4/9 (44%)  loss 0.2500 (-0.4583)  2.0 images/s  40s elapsed  50s left",
-        "step 4/9 (44%)  loss 0.1250 (-0.5625)  2.0 images/s  validation 9.0000  1m00s elapsed",
+        "step 1/9 (11%)  loss 1.0000  1m20s left  2.0 images/s  10s elapsed",
+        "step 2/9 (22%)  loss 0.5000 (-0.5000)  1m10s left  2.0 images/s  20s elapsed",
+        "step 3/9 (33%)  loss 0.3333 (-0.6667)  1m00s left  2.0 images/s  30s elapsed",
+        "step 4/9 (44%)  loss 0.2500 (-0.4583)  50s left  2.0 images/s  40s elapsed",
+        "step 4/9 (44%)  loss 0.1250 (-0.5625)  validation 9.0000  2.0 images/s  1m00s elapsed",
         "end",
-        "step 3/9 (33%)  loss 0.5000  2.0 images/s  validation 9.0000",
+        "step 3/9 (33%)  loss 0.5000  validation 9.0000  2.0 images/s",
         "end",
     ]
     place = tmp_path / "pictures/x"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +23,7 @@ from pipeline.errors import writing
 from pipeline.metrics import rows
 from pipeline.metrics.textfile import Textfile
 from pipeline.metrics.trackers import Trackers
-from pipeline.terminal import LiveLine
+from pipeline.terminal import LiveLine, shorter
 from pipeline.training.loss_band import LossBand
 from pipeline.training.task import Compare
 
@@ -81,14 +81,13 @@ class Metrics:
         left_s = self._seconds_left(values, steps)
         values = {**values, "left": steps - values["step"], "left_s": left_s}
         self._journal.write(values)
-        time = [f"{duration(values['seconds'])} elapsed"] if "seconds" in values else []
-        time += [f"{duration(left_s)} left"] if left_s else []
+        elapsed = [f"{duration(values['seconds'])} elapsed"] if "seconds" in values else []
+        left = [f"{duration(left_s)} left"] if left_s else []
         self._losses.append(values["loss"])
-        done = [self._done(values["step"], steps)]
         if self._line.live:
-            self._line.show("  ".join([*done, *self._progress(values), *time]))
+            self._line.show(*self._live(steps, values, left, elapsed))
         else:
-            self._log("  ".join([*done, _line(values), *time]))
+            self._log("  ".join([self._done(values["step"], steps), _line(values), *elapsed, *left]))
         parts = {f"loss_{name}": value for name, value in (values.get("parts") or {}).items()}
         self._journal.track(values["step"], {**values, **parts}, "train")
         if (band := self._band.add(values["loss"])) is not None:
@@ -143,15 +142,24 @@ class Metrics:
         epoch = f", epoch {step / self._epoch_steps:.1f}" if self._epoch_steps else ""
         return f"step {step:>{len(str(steps))}}/{steps} ({100 * step // steps}%{epoch})"
 
-    def _progress(self, row: dict[str, Any]) -> list[str]:
-        """Parts of the line that a terminal overwrites. Behind the loss: the mean of the newer half of the last rows
-        minus that of the older half."""
+    def _live(self, steps: int, row: dict[str, Any], left: list[str], elapsed: list[str]) -> Iterator[str]:
+        """The line that a terminal overwrites, and shorter ones for narrower terminals: step, loss and time left come
+        first and are never left out. Behind the loss: the mean of the newer half of the last rows minus that of the
+        older half."""
+        step = f"step {row['step']:>{len(str(steps))}}/{steps}"
         losses, half = list(self._losses), len(self._losses) // 2
         trend = f" ({fmean(losses[-half:]) - fmean(losses[:half]):+.4f})" if half else ""
-        parts = [f"loss {row['loss']:.4f}{trend}", f"{row['images_per_s']:.1f} images/s"]
+        loss = f"loss {row['loss']:.4f}"
+        more = []
         if self._validations and (value := self._validations[-1]["loss"]) is not None:
-            parts.append(f"validation {value:.4f}")
-        return parts
+            more.append(f"validation {value:.4f}")
+        more.append(f"{row['images_per_s']:.1f} images/s")
+        if self._epoch_steps:
+            more.append(f"epoch {row['step'] / self._epoch_steps:.1f}")
+        first = [f"{step} ({100 * row['step'] // steps}%)", loss + trend, *left]
+        yield from shorter([*first, *more, *elapsed], len(first), "  ")
+        yield from ("  ".join([step, loss, *left]), " ".join([step.removeprefix("step ").strip(), loss, *left]))
+        yield " ".join([step.removeprefix("step ").strip(), loss.removeprefix("loss "), *left])
 
     def _seconds_left(self, row: dict[str, Any], steps: int) -> float | None:
         """At the speed since the last row; None if that is not known."""

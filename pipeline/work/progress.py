@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.amounts import duration
-from pipeline.terminal import LiveLine
+from pipeline.terminal import LiveLine, shorter
 
 
 @dataclass
@@ -167,20 +167,25 @@ class Progress:
             "encoder_busy": self.busy,
         }
 
-    def line(self) -> str:
+    def lines(self) -> Iterator[str]:
+        """The line, and shorter ones for narrower terminals. The count, what is rejected and the time left come first
+        and are never left out."""
         seconds = self._seconds
         rate = (self.done + self.rejected) / seconds
-        parts = [f"{self.noun}: {self.done}" + (f"/{self.total}" if self.total is not None else "")]
-        parts.append(f"{rate:.1f} {self.noun}/s" if self._encodes else f"{rate:.1f}/s")
-        if self.meter.tokens:
-            parts.append(f"{self.meter.tokens / seconds:.0f} tokens/s")
-        if self._encodes:
-            parts.append(f"encoder {self.busy:.0%} busy")
-        if self.total is not None and self.left_s is not None:
-            parts.append(f"{duration(self.left_s)} left")
+        first = [f"{self.noun}: {self.done}" + (f"/{self.total}" if self.total is not None else "")]
         if self.rejected:
-            parts.append(f"{self.rejected} rejected")
-        return ", ".join(parts)
+            first.append(f"{self.rejected} rejected")
+        if self.total is not None and self.left_s is not None:
+            first.append(f"{duration(self.left_s)} left")
+        more = [f"{rate:.1f} {self.noun}/s" if self._encodes else f"{rate:.1f}/s"]
+        if self._encodes:
+            more.append(f"encoder {self.busy:.0%} busy")
+        if self.meter.tokens:
+            more.append(f"{self.meter.tokens / seconds:.0f} tokens/s")
+        return shorter([*first, *more], len(first), ", ")
+
+    def line(self) -> str:
+        return next(self.lines())
 
     def _show(self, final: bool = False) -> None:
         now = time.monotonic()
@@ -188,7 +193,7 @@ class Progress:
             return
         self._last = now
         if self._line.live:
-            self._line.show(self.line())
+            self._line.show(*self.lines())
         else:
             sys.stderr.write(self.line() + "\n")
             sys.stderr.flush()
