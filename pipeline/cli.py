@@ -172,6 +172,25 @@ class _Given:
         _, command = click.get_current_context().command_path.split(maxsplit=1)
         return load(self.path, self.overrides, command)
 
+    def place(self) -> str | None:
+        """What may explain an error: the configuration is the shipped one, or lies in the folder that has its cache,
+        and the command runs in another."""
+        from pipeline.config import LOCAL_NAME, SHIPPED, find, load
+
+        here = Path.cwd()
+        try:
+            file, cache = find(self.path).absolute(), Path(load(self.path, self.overrides).cache)
+        except UserError:
+            return None
+        if self.path is None and file.parent == SHIPPED.absolute():
+            above = next((folder for folder in here.parents if (folder / LOCAL_NAME).is_file()), None)
+            enter = "" if above is None else f"; {above} has one: {shell_line('cd', str(above))}"
+            return f"there is no {LOCAL_NAME} in {here}, so the shipped {file.stem} is used{enter}"
+        if not cache.exists() and not cache.is_absolute() and (file.parent / cache).is_dir():
+            enter = shell_line("cd", str(file.parent))
+            return f"{cache} was searched in {here}, and lies in {file.parent}, the folder of {file.name}: {enter}"
+        return None
+
 
 def _grouped(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
     """Options that several commands share, as one decorator; they are listed in this order."""
@@ -190,7 +209,12 @@ def _given(command: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(command)
     def with_given(config_path: str | None, overrides: tuple[str, ...], **options: Any) -> Any:
         given, context = _Given(config_path, overrides), click.get_current_context()
-        result = command(given, **options)
+        try:
+            result = command(given, **options)
+        except UserError:
+            if context.info_name not in ("init", "config") and _is_main() and (note := given.place()):
+                click.echo(f"note: {note}", err=True)
+            raise
         if sys.stdout.isatty() and not context.find_root().params.get("quiet") and not options.get("as_json"):
             text = _following(context, given, result)
             if text is not None and _is_main() and not pass_on("--next", text):

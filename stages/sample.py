@@ -191,6 +191,8 @@ def likeness(drawn: Sequence[DrawnLatent], hits: Sequence[bool], base: list[Draw
     others = [f"{_file(number, DRAWN)}.png ({each.item})" for number, each in enumerate(drawn) if not hits[number]]
     if others and right:
         yield f"  closer to another photo: {listed(others)}"
+    if count > 1 and right < count:
+        yield "  photos of the same subject resemble each other: among them a low number is no failure"
 
 
 def _file(number: int, title: str) -> str:

@@ -301,6 +301,10 @@ def test_what_is_missing_is_named_with_its_command(made: Made, tmp_path: Path) -
     assert empty["run"]["parts"][0]["rows"] == 0 and "losses" in empty["missing"]
     other = collect(made.config, run=journal(tmp_path / "other", {"event": "start", "step": 0, "snapshot": "f" * 32}))
     assert "f" * 12 in other[0]["missing"]["trained-on"]["what"]
+    first = made.reports["round1"]["snapshot"]
+    earlier = journal(tmp_path / "earlier", {"event": "start", "step": 0, "snapshot": first})
+    data = collect(made.config, run=earlier)[0]["snapshot"]
+    assert data is not None and data["id"] == first, "that of the run, not the newest"
     with pytest.raises(CacheError, match="nowhere"):
         collect(made.config, snapshot="nowhere")
     with pytest.raises(UserError, match=naming(tmp_path / "none")):

@@ -34,7 +34,8 @@ def collect(
 
     Args:
         run: a run directory; None: `train.output`, if something was trained there.
-        snapshot: a name or id; None: the newest.
+        snapshot: a name or id; None: the last that `run` was trained on, if `run` is given and the cache has it, else
+            the newest.
         compare: a second run directory.
         with_data: false leaves cache and snapshot out, whose numbers take long for many samples.
 
@@ -53,7 +54,7 @@ def collect(
         if with_data:
             cache = Cache.of(config)
             figures["cache"] = status(cache)
-            opened = cache.open_snapshot(snapshot)
+            opened = cache.open_snapshot(snapshot or (_trained_on(cache, run) if run is not None else None))
         else:
             lacks("snapshot", "this page is about the run alone", "sana-pipe report")
     except CacheError as error:
@@ -79,6 +80,15 @@ def collect(
         _lacks_pictures([figures["run"], other], lacks)
         other["options"] = differing_options(figures["run"], other)
     return figures, cache, opened
+
+
+def _trained_on(cache: Cache, run: Path) -> str | None:
+    """The last snapshot that a run was trained on; None if the cache lacks it."""
+    names = run_figures(run)["parts"][-1]["snapshots"]
+    try:
+        return cache.open_snapshot(names[-1]).id if names else None
+    except CacheError:
+        return None
 
 
 def _lacks_pictures(runs: list[dict[str, Any]], lacks: Any) -> None:

@@ -20,7 +20,7 @@ WIDE = 1000
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 44
 SERIES = 8
 """Distinct styles of lines; further series repeat them."""
-BAR, LABEL = 22, 128
+BAR, LABEL, LETTER = 22, 128, 7
 _STEPS = "optimizer step"
 
 
@@ -101,7 +101,8 @@ def bar_plot(title: str, labels: Sequence[str], series: Mapping[str, Sequence[fl
     totals = [sum(values) for values in zip(*series.values(), strict=True)]
     if not any(totals):
         return Markup("")
-    scale, nodes = (WIDTH - LABEL - 62) / max(totals), []
+    texts = [" + ".join(number_text(values[row]) for values in series.values()) for row in range(len(labels))]
+    scale, nodes = (WIDTH - LABEL - 5 - max(57, LETTER * max(map(len, texts)))) / max(totals), []
     for row, label in enumerate(labels):
         y, x = 4 + row * BAR, float(LABEL)
         shown = label if len(label) <= 19 else f"{label[:18]}…"
@@ -109,8 +110,7 @@ def bar_plot(title: str, labels: Sequence[str], series: Mapping[str, Sequence[fl
         for number, values in enumerate(series.values()):
             nodes.append(_bar(number, x, y + 3, values[row] * scale, BAR - 6))
             x += values[row] * scale
-        numbers = " + ".join(number_text(values[row]) for values in series.values())
-        nodes.append(_node("text", numbers, x=x + 5, y=y + 15))
+        nodes.append(_node("text", texts[row], x=x + 5, y=y + 15))
     described = "; ".join(f"{label}: {number_text(total)}" for label, total in zip(labels, totals, strict=True))
     size = WIDTH, len(labels) * BAR + 8
     return _figure(title, f"{', '.join(series)}. {described}.", size, nodes, list(series))

@@ -204,7 +204,7 @@ def _preserved(config: Config, cache: Cache, snapshot: Snapshot) -> list[np.ndar
         if rows is None:
             raise ConfigError(
                 f"train.preserve.prompt: the cache holds no record of {prompt!r} by the snapshot's text recipe",
-                fix="sana-pipe encode --prompts FILE, with these prompts as lines of FILE",
+                fix="sana-pipe encode --prompts FILE --prompts-name preserve, with these prompts as lines of FILE",
             )
         found.append(rows)
     return found
