@@ -177,7 +177,7 @@ def test_the_alpha_of_a_joined_layer_is_its_rank_in_any_precision(tmp_path: Path
 def test_a_file_says_what_it_is(tmp_path: Path) -> None:
     adapted = Adapted(ALL[:2], 3, 3, dora=False)
     said = files.header("dog_step_7", "owner/base", "sks dog", 1024, 7, 3)
-    files.save_diffusers(adapted.changes(), tmp_path, torch.float32, 0.0, said)
+    files.save_diffusers(adapted.changes(), tmp_path, torch.float32, said)
     files.save_comfyui(adapted.spec, adapted.changes(), tmp_path, torch.float32, said, "dog_step_7")
     for name in (files.DIFFUSERS_FILE, "dog_step_7.safetensors"):
         with safe_open(tmp_path / name, "pt") as file:

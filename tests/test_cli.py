@@ -310,7 +310,7 @@ def test_prompts_are_drawn_instead_of_captions(stage: Callable[..., Calls]) -> N
     words = ["sample", "--prompt", "a cat", "--prompt", "a dog"]
     assert end(*words, "--ema", "--width", "512", "--set", "text.mode=exact", "--set", "sample.seed=3") == 0
     ((config, checkpoint, prompts, out), options) = calls[0]
-    assert (checkpoint, prompts, out) == ("auto", ("a cat", "a dog"), Path("samples"))
+    assert (checkpoint, prompts, out) == ("auto", ("a cat", "a dog"), None)
     shared = {"ema": True, "height": None, "width": 512, "scale": None, "base": True}
     assert options == {**shared, "control": None} and config.text.mode == "exact"
     assert end(*words, "--control", "edges.png") == 0 and calls.pop()[1]["control"] == Path("edges.png")

@@ -387,7 +387,7 @@ def test_the_nearest_name_is_one_that_was_not_given(tmp_path: Path) -> None:
         listed(opened(tmp_path / "d" / "wd-{0..2}.tar"))
     assert "did you mean" not in str(refused.value)
     for typo, near in (("d/dw-0.tar", "wd-0.tar"), ("dd", "d")):
-        with pytest.raises(UserError, match=naming(typo, f"did you mean {near}?")):
+        with pytest.raises(UserError, match=naming(typo, f"--data {tmp_path / Path(typo).parent / near}")):
             opened(tmp_path / typo)
     with pytest.raises(UserError, match=naming("dw-*.tar", "2 files")) as refused:
         opened(tmp_path / "d" / "dw-*.tar")
