@@ -496,7 +496,7 @@ def test_a_users_mistake_has_a_message_and_its_own_code(
     stage: Callable[..., Calls], capsys: pytest.CaptureFixture[str], error: UserError, code: int
 ) -> None:
     stage("bucket", result=error)
-    assert end("bucket") == code
+    assert end("bucket", "--config", "sana_600m_512") == code
     printed = capsys.readouterr()
     assert printed.err == f"sana-pipe: {error}\n"
     assert printed.out == ""
@@ -621,7 +621,7 @@ def test_a_launch_prints_an_error_once(
     error = CacheError("lost")
     error.everywhere = everywhere
     stage("bucket", result=error)
-    assert end("bucket") == 3
+    assert end("bucket", "--config", "sana_600m_512") == 3
     assert capsys.readouterr().err == printed
     assert waits == ([cli.OTHER_RANK_DELAY_S] if rank and not everywhere else []), (
         "the launcher may end it before it speaks"
