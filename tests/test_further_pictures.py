@@ -43,6 +43,7 @@ from pipeline.reporting.further_figures import further_figures
 from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.signals.control import ControlRecipe
 from pipeline.signals.mask import MaskRecipe
+from pipeline.training.inputs import find_inputs
 from tests.support.loading import loader_settings
 from tests.support.messages import naming
 from tests.support.trees import files
@@ -565,6 +566,14 @@ def test_settings_that_do_not_go_together(samples: Samples, make_config: MakeCon
     data, _ = laid_out(samples, "parquet", tmp_path / "table")
     with pytest.raises(UserError, match="has no column 'edges'"):
         stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.column=edges"), data)
+
+
+def test_further_pictures_that_a_training_does_not_use_are_noted(made: Path, make_config: MakeConfig) -> None:
+    for options, unused in (([], {"mask", "control"}), (["train.mask={}"], {"control"})):
+        config, lines = configured(make_config, made, *options), list[str]()
+        cache = Cache.of(config)
+        find_inputs(config, cache, cache.open_snapshot(), None, lines.append)
+        assert {kind for kind in ("mask", "control") if any(f"has {kind} records" in line for line in lines)} == unused
 
 
 def test_view_shows_further_pictures(

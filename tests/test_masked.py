@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from pipeline.config import FlowConfig, MaskConfig, PreserveConfig
 from pipeline.errors import ConfigError
+from pipeline.images import decoding, pillow_decoder
 from pipeline.launch import Launch
 from pipeline.models.objective import FlowMatching
 from pipeline.parallel.microbatch import Outputs
+from pipeline.signals.mask import MaskRecipe
 from pipeline.training import metrics
 from pipeline.training.assemble import recipe_of
 from pipeline.training.recipes import visit_chosen
@@ -39,6 +44,60 @@ def half() -> torch.Tensor:
     mask = torch.zeros(3, 1, 6, 8)
     mask[:2, :, :, :4] = 1
     return mask
+
+
+def _rgba(colour: tuple[int, int, int], alpha: np.ndarray) -> Image.Image:
+    picture = Image.new("RGBA", alpha.shape[::-1], (*colour, 0))
+    picture.putalpha(Image.fromarray(alpha))
+    return picture
+
+
+def _masks() -> dict[str, Image.Image]:
+    """Files of one mask: the middle quarter of 64 x 64 pixels."""
+    gray = np.zeros((64, 64), np.uint8)
+    gray[16:48, 16:48] = 255
+    ones, deep = gray // 255, gray.astype(np.uint16) * 257
+    palette = Image.fromarray(ones, "P")
+    palette.putpalette([0, 0, 0, 255, 255, 255])
+    return {
+        "gray": Image.fromarray(gray),
+        "bits": Image.fromarray(gray).convert("1"),
+        "rgb": Image.fromarray(gray).convert("RGB"),
+        "palette": palette,
+        "16 bits": Image.fromarray(deep),
+        "0 and 1": Image.fromarray(ones),
+        "0 and 1 in 16 bits": Image.fromarray(ones.astype(np.uint16)),
+        "0 and 1 in rgb": Image.fromarray(ones).convert("RGB"),
+        "alpha of white": _rgba((255, 255, 255), gray),
+        "alpha of black": _rgba((0, 0, 0), gray),
+        "alpha of gray": _rgba((128, 128, 128), gray).convert("LA"),
+        "opaque": Image.fromarray(gray).convert("RGBA"),
+    }
+
+
+@pytest.mark.parametrize("name", _masks())
+def test_a_mask_is_read_as_it_is_meant_in_every_form(name: str) -> None:
+    sink = io.BytesIO()
+    _masks()[name].save(sink, "PNG")
+    recipe = MaskRecipe(decoder=pillow_decoder.DECODER, background=(255, 255, 255))
+    pixels = recipe.pixels(sink.getvalue(), (64, 64), 10**6, 10**9)
+    expected = np.asarray(_masks()["rgb"])
+    assert pixels.shape == (64, 64, 3) and np.abs(pixels.astype(int) - expected).max() == 0
+
+
+def test_masks_of_classes_and_colours_are_refused_in_words() -> None:
+    numbers = np.zeros((64, 64), np.uint8)
+    numbers[:32], numbers[:, :20] = 1, 7
+    classes = Image.fromarray(numbers, "P")
+    classes.putpalette([0, 0, 0, 128, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 128, 0])
+    red = Image.new("RGB", (64, 64))
+    red.paste((255, 0, 0), (0, 0, 32, 64))
+    recipe = MaskRecipe(decoder=pillow_decoder.DECODER, background=(255, 255, 255))
+    for picture, word in ((Image.fromarray(numbers), "at most 7"), (classes, "colours"), (red, "colours")):
+        sink = io.BytesIO()
+        picture.save(sink, "PNG")
+        with pytest.raises(decoding.ImageReject, match=word):
+            recipe.pixels(sink.getvalue(), (64, 64), 10**6, 10**9)
 
 
 def test_masked_cells_have_no_gradient_and_do_not_change_the_loss() -> None:

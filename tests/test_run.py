@@ -48,10 +48,10 @@ def test_a_setting_goes_to_the_commands_that_read_it() -> None:
     assert [("steps=7" in line, "/c" in line, "batch=3" in line, "/z" in line) for line in made] == [
         *[(False, True, False, True)] * 2,  # encode
         (False, True, True, False),
-        *((True, True, False, True), (True, True, False, False), (True, False, False, False)),
+        *((True, True, False, True), (True, True, False, False), (True, True, False, False)),
     ]
     made = lines("data={resolution: 64, caption_prefix: 'x, '}")  # a section, of which some read a part
-    assert [line.count("data=") + line.count("prefix") for line in made] == [2, 1, 1, 2, 2]
+    assert [line.count("data=") + line.count("prefix") for line in made] == [2, 1, 2, 2, 2]
     assert made[1].endswith("""--set 'data={"resolution": 64}'""")
     unread = [name for name, _ in option_fields() if not any(reads(each, name) for each in stage.STAGES)]
     assert unread == [], "a --set that no command of the chain reads would be lost"

@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeline.config import DataConfig
 from pipeline.errors import UserError
-from pipeline.images import pillow_decoder, vips_decoder
+from pipeline.images import mask_decoder, pillow_decoder, resize, vips_decoder
 from pipeline.images.pillow_decoder import ImageReject as ImageReject
 from pipeline.images.resize import CROP_RULE, RESIZE_RULE
 
@@ -147,3 +147,14 @@ def load_alpha(
     Decoded by Pillow. Arguments and errors as in `load`."""
     with pillow_decoder.rejecting():
         return np.array(pillow_decoder.load_alpha(pillow_decoder.open_header(data, max_pixels, max_bytes), size))
+
+
+def load_mask(
+    data: bytes, size: tuple[int, int], max_pixels: int = MAX_PIXELS, max_bytes: int = MAX_BYTES
+) -> np.ndarray | None:
+    """A mask whose meaning is not its brightness (`mask_decoder`), cropped and resized as `load` does: uint8 (height,
+    width); None: its brightness is the mask. Decoded by Pillow. Arguments and errors as in `load`."""
+    with pillow_decoder.rejecting():
+        header = pillow_decoder.open_header(data, max_pixels, max_bytes)
+        mask = mask_decoder.shape(header)
+        return None if mask is None else np.array(resize.fit(pillow_decoder.turn(mask, header.orientation), size))

@@ -114,7 +114,7 @@ def load(header: Header, size: tuple[int, int], background: tuple[int, int, int]
     image.load()
     if image.size != header_size:
         raise ImageReject(f"the header says {_x(header_size)}, the picture is {_x(image.size)}")
-    return resize.fit(turn(_to_srgb(image, background), header.orientation), size)
+    return resize.fit(turn(to_srgb(image, background), header.orientation), size)
 
 
 def load_alpha(header: Header, size: tuple[int, int]) -> Image.Image:
@@ -232,19 +232,19 @@ def png_metadata(data: bytes) -> bytes:
     return b"".join(parts)
 
 
-def _to_srgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+def to_srgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
     """Any mode to RGB, strip by strip, so that little memory is needed besides the picture and the result."""
     if image.mode == "RGB" and not {"icc_profile", "transparency"} & image.info.keys():
         return image
     wide = image.mode.startswith("I") or image.mode == "F"
     levels = _levels(image) if wide else None
     out = Image.new("RGB", image.size)
-    for top, strip in _strips(image):
+    for top, strip in strips(image):
         out.paste(strip_to_srgb(strip, levels, background), (0, top))
     return out
 
 
-def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+def strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
     """(first row, those rows) of a decoded picture, about `STRIP` pixels each."""
     rows = max(1, STRIP // image.width)
     for top in range(0, image.height, rows):
@@ -300,7 +300,7 @@ def _levels(image: Image.Image) -> Levels:
         table = 255 - levels if white_is_zero else levels
         return lambda values: table[values]
     low, high = math.inf, -math.inf
-    for _, strip in _strips(image):
+    for _, strip in strips(image):
         values = np.asarray(strip)
         if not np.isfinite(values).all():
             raise ImageReject("the picture has samples that are not finite")

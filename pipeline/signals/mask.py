@@ -31,7 +31,8 @@ class _Averages:
 @dataclass(frozen=True)
 class MaskRecipe(PictureSignal):
     """Values from 0 to 1: the mean brightness (ITU-R BT.601) of the pixels of each position of the latent, (1, H/f,
-    W/f). made: `alpha`: of the transparency of the sample's picture; "": of a further picture."""
+    W/f). made: `alpha`: of the transparency of the sample's picture; "": of a further picture, or of its transparency
+    where its colours are flat (`images/mask_decoder.py`)."""
 
     kind: ClassVar[str] = "mask"
     noun: ClassVar[str] = "masks"
@@ -64,11 +65,12 @@ class MaskRecipe(PictureSignal):
         return _Averages(self.compression)
 
     def pixels(self, data: bytes, size: tuple[int, int], max_pixels: int, max_bytes: int) -> np.ndarray:
-        if not self.made:
-            return super().pixels(data, size, max_pixels, max_bytes)
-        from pipeline.images.decoding import load_alpha
+        from pipeline.images import decoding
 
-        return np.repeat(load_alpha(data, size, max_pixels, max_bytes)[..., None], 3, axis=2)
+        gray = (decoding.load_alpha if self.made else decoding.load_mask)(data, size, max_pixels, max_bytes)
+        if gray is None:
+            return super().pixels(data, size, max_pixels, max_bytes)
+        return np.repeat(gray[..., None], 3, axis=2)
 
 
 def _compression(config: Config) -> dict[str, Any]:

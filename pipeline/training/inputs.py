@@ -72,11 +72,19 @@ class Inputs:
             cache.keep(self.old_heldout.id)
 
 
+_UNUSED = {"mask": "--set 'train.mask={}'", "control": "train.controlnet (docs/guides/controlnet.md)"}
+"""Records that somebody made for a training, and the setting that uses them."""
+
+
 def find_inputs(
     config: Config, cache: Cache, snapshot: Snapshot, resumed: checkpoint.Resumed | None, log: Log
 ) -> tuple[Config, Inputs]:
     """The inputs of a run, and its configuration with their ids. A resumed run keeps its choice."""
     kept = None if resumed is None or resumed.begins else resumed
+    asked = recipe_of(config.train).pictures
+    for kind, option in _UNUSED.items():
+        if kind in snapshot.pictures and kind not in asked:
+            log(f"note: the snapshot has {kind} records, and this run does not use them; {option} does")
     config, part = _heldout(config, cache, snapshot, kept, log)
     config, old = _old_heldout(config, cache, part, resumed, log)
     config, prompts = _prompts(config, cache, snapshot, kept, part, log)
