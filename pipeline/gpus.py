@@ -18,6 +18,8 @@ import torch
 from pipeline.errors import UserError
 
 GIB = 2**30
+_SIZE = re.compile(r"\W(\d{1,3}) ?gi?b$")
+"""The size at the end of a name, as in `3060 12gb`."""
 CPU = "cpu"
 
 
@@ -127,21 +129,29 @@ def like(memory: int) -> Card:
 
 
 def card(name: str) -> Card:
-    """A card by its name.
+    """A card by its name: `4070-ti`, `RTX 4070 Ti`, `4070ti`, `RTX 3060 12GB`, `A100 80GB`.
 
     Raises:
         UserError: an unknown name; lists the known ones.
     """
-    key = re.sub(r"[\s_]+", "-", name.strip().lower()).removeprefix("rtx").strip("-")
+    size, key = _SIZE.search(name.strip().lower()), _short(name)
     if key == CPU:
         return processor()
-    if key not in CARDS:
-        raise UserError(
-            f"--gpu {name}: no such card in the table",
-            expected="one of " + ", ".join([*CARDS, CPU]),
-            fix="or describe it: --gpus N --gpu-memory 24GiB",
-        )
-    return CARDS[key]
+    alike = [each for each in CARDS.values() if key in (_short(each.name), size and _short(each.part))]
+    if size is not None:
+        alike = [each for each in alike if abs(each.memory_gib / int(size[1]) - 1) < 0.1]
+    if alike:
+        return alike[0]
+    raise UserError(
+        f"--gpu {name}: no such card in the table",
+        expected="one of " + ", ".join([*CARDS, CPU]),
+        fix="or describe it: --gpus N --gpu-memory 24GiB",
+    )
+
+
+def _short(name: str) -> str:
+    """The name without its maker, its series, its size and all that separates words."""
+    return re.sub(r"nvidia|geforce|quadro|tesla|rtx|[^a-z0-9]", "", _SIZE.sub("", name.strip().lower()))
 
 
 def processor() -> Card:
@@ -159,7 +169,7 @@ def of_device(device: torch.device) -> Card | None:
 def of_name(name: str, memory: int) -> Card | None:
     """The card of a name as torch gives it, and of so many bytes; None: not in the table, as the cards of laptops,
     which are slower than those of the same name."""
-    if "Laptop" in name or "Max-Q" in name:
+    if re.search(r"\b(Laptop|Max-Q|D)\b", name):  # D: the slower one for China
         return None
     parts = [card.part for card in CARDS.values() if re.search(rf"\b{re.escape(card.part)}\b", name)]
     if not parts:

@@ -20,7 +20,7 @@ from benchmarks.real_step import RealStep
 from pipeline import gpus
 from pipeline.cli import main
 from pipeline.config import Config, ParallelConfig, TrainConfig, load
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch
 from pipeline.models.hub import ModelError
 from pipeline.options import flat
@@ -188,6 +188,34 @@ def test_devices_are_cards_by_name_and_memory() -> None:
     sizes = {gpus.of_name("NVIDIA GeForce RTX 3080", gib << 30).name for gib in (10, 12)}  # type: ignore[union-attr]
     assert sizes == {"3080", "3080-12"}
     assert gpus.of_name("NVIDIA GeForce RTX 4090 Laptop GPU", 16 << 30) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("3060", "3060"),
+        ("RTX 3060 12GB", "3060"),
+        ("4070ti", "4070-ti"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "4070-ti-super"),
+        ("4060 Ti 16GB", "4060-ti"),
+        ("3080 12GB", "3080-12"),
+        ("3080 10GB", "3080"),
+        ("A100 80GB", "a100-80"),
+        ("a100_40", "a100-40"),
+        ("Tesla T4", "t4"),
+        ("h100 pcie", "h100-pcie"),
+        ("RTX A4000", "a4000"),
+        ("RTX A2000 12GB", "a2000"),
+    ],
+)
+def test_cards_are_known_by_the_names_that_people_write(name: str, meant: str) -> None:
+    assert gpus.card(name).name == meant
+
+
+@pytest.mark.parametrize("name", ["4060", "3060 8GB", "4060 ti 8GB", "a100 60GB", "rtx", ""])
+def test_a_card_that_is_not_in_the_table_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=naming("--gpu-memory")):
+        gpus.card(name)
 
 
 @pytest.mark.parametrize(
