@@ -262,7 +262,7 @@ def not_looked_at(folder: Path, step: int, snapshot: str | None, *, validated: b
     """
     journal = folder / "metrics.jsonl"
     events = read_events(journal) if journal.exists() else {}
-    steps = [row["step"] for row in events.get("validation", []) if row["snapshot"] == snapshot]
+    steps = [row["step"] for row in events.get("validation", []) if row.get("snapshot") == snapshot]
     lacking = ["validation"] if validated and step not in steps else []
     there = step in [row["step"] for row in events.get("pictures", []) if (folder / row["file"]).exists()]
     return lacking + (["pictures"] if drawn and not there else [])
