@@ -46,9 +46,17 @@ def saved(image: Image.Image, format: str, **options: Any) -> bytes:
     return out.getvalue()
 
 
-def forms(draws: np.random.Generator, width: int, height: int) -> dict[str, tuple[bytes | None, str | None]]:
-    """Files that may stand for a further picture of (width, height), and a part of its reject; None: it is used."""
-    image = Image.fromarray(draws.integers(0, 255, (height, width, 3), np.uint8))
+def forms(
+    draws: np.random.Generator, width: int, height: int, kind: str
+) -> dict[str, tuple[bytes | None, str | None]]:
+    """Files that may stand for a further picture of (width, height), and a part of its reject; None: it is used.
+
+    A mask's are of gray pixels: colours are refused. The palette of RGB has colours for gray pixels, too.
+    """
+    image = palette = Image.fromarray(draws.integers(0, 255, (height, width, 3), np.uint8))
+    if kind == "mask":
+        palette = image.convert("L")
+        image = palette.convert("RGB")
     png, turned = saved(image, "PNG"), image.transpose(Image.Transpose.ROTATE_90)
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -60,7 +68,7 @@ def forms(draws: np.random.Generator, width: int, height: int) -> dict[str, tupl
         "twice as large": (saved(image.resize((2 * width, 2 * height)), "PNG"), None),
         "a pixel less": (saved(image.resize((width - 1, height - 1)), "PNG"), None),
         "turned by EXIF": (saved(turned, "JPEG", exif=exif), None),
-        "palette": (saved(image.convert("P"), "PNG"), None),
+        "palette": (saved(palette.convert("P"), "PNG"), None),
         "gray": (saved(image.convert("L"), "WEBP", lossless=True), None),
         "two colours": (saved(image.convert("1"), "PNG"), None),
         "CMYK": (saved(image.convert("CMYK"), "JPEG"), None),
@@ -79,7 +87,7 @@ def forms(draws: np.random.Generator, width: int, height: int) -> dict[str, tupl
 class Samples:
     """Names, pictures, and of each sample a control of some form. expected: of a reject, by the sample's key."""
 
-    def __init__(self, seed: int, layout: str, data: Path):
+    def __init__(self, seed: int, layout: str, kind: str, data: Path):
         draws = np.random.default_rng(seed)
         self.controls: dict[str, bytes | None] = {}
         self.expected: dict[str, str | None] = {}
@@ -89,7 +97,7 @@ class Samples:
         for number in range(10, 10 + COUNT):
             width, height = (int(side) for side in draws.integers(48, 160, 2))
             picture = saved(Image.fromarray(draws.integers(0, 255, (height, width, 3), np.uint8)), "PNG")
-            every = forms(draws, width, height)
+            every = forms(draws, width, height, kind)
             form = str(draws.choice(list(every)))
             name = NAMES[number % len(NAMES)].format(number)
             control, reason = every[form]
@@ -148,7 +156,7 @@ def test_each_sample_has_the_right_record_or_a_reason(
 ) -> None:
     data = tmp_path / "data"
     data.mkdir()
-    samples = Samples(seed, layout, data)
+    samples = Samples(seed, layout, kind, data)
     option = f"data.pictures.{kind}.{WAYS[layout]}"
     config = make_config(tmp_path, "encode.unit_images=4", "encode.max_reject_rate=1", option)
     done = stages.encode.run(config, str(data))
