@@ -31,7 +31,7 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST := $(BIN)/python -m pytest
 
-TARGETS := install browser demo test test-durations slow dist fault long fault-long nightly lowest newest versions mutants gpu lint types format bench check clean
+TARGETS := install browser demo test test-durations slow dist fault long fault-long nightly lowest newest versions mutants gpu cuda lint types format bench check clean
 .PHONY: help $(TARGETS)
 
 help:
@@ -81,7 +81,7 @@ long: $(STAMP)
 fault-long: $(STAMP)
 	$(PYTEST) -m 'fault and not gpu' --timeout 7200 --fault-seeds 100 $(PYTEST_ARGS)
 
-nightly: $(STAMP)
+nightly: $(STAMP) cuda
 	$(PYTEST) -n $(JOBS) --dist loadfile -m 'nightly and not gpu' --timeout 3600 $(PYTEST_ARGS)
 
 # What pyproject.toml declares must be true: the default tests with the lowest declared versions (uv finds them; pip tries
@@ -106,6 +106,12 @@ mutants: $(STAMP)
 	$(PIP) install -c constraints.txt -e '.[mutants]'
 	$(BIN)/python -m tests.mutants --sample $(SAMPLE) $(ROOM)
 
+# The paths of a GPU without one: torch's CUDA build (1 GB, fetched once into .venv-cuda or SANA_PIPE_CUDA=dir) on a pretended
+# card. Needs gcc.
+cuda: $(STAMP)
+	$(BIN)/python -m tests.cuda
+	$(PYTEST) -n 2 -m cuda --timeout 900 tests/cuda $(PYTEST_ARGS)
+
 gpu: $(STAMP)
 	$(PYTEST) -m gpu --timeout 600 $(PYTEST_ARGS)
 
@@ -126,4 +132,4 @@ bench: $(STAMP)
 check: lint types test
 
 clean:
-	rm -rf '$(VENV)' .venv-lowest .venv-newest build sana_pipe.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf '$(VENV)' .venv-lowest .venv-newest .venv-cuda build sana_pipe.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
