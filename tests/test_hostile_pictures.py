@@ -46,9 +46,7 @@ def saved(image: Image.Image, format: str, **options: Any) -> bytes:
     return out.getvalue()
 
 
-def forms(
-    draws: np.random.Generator, width: int, height: int, kind: str
-) -> dict[str, tuple[bytes | None, str | None]]:
+def forms(draws: np.random.Generator, width: int, height: int, kind: str) -> dict[str, tuple[bytes | None, str | None]]:
     """Files that may stand for a further picture of (width, height), and a part of its reject; None: it is used.
 
     A mask's are of gray pixels: colours are refused. The palette of RGB has colours for gray pixels, too.
