@@ -165,10 +165,44 @@ def test_without_a_gpu_the_kit_says_so(monkeypatch: pytest.MonkeyPatch, capsys: 
         program.install(tmp_path)
 
 
-def test_rows_have_names_of_their_own_and_groups_are_chosen_in_order_of_value() -> None:
+FIRST = [
+    *("versions", "compiler", "tests/kernels", "encode/gemma", "encode/vae", "trainer", "step/fast"),
+    *("tests/rest", "profile/fast", "24gb/came-8", "24gb/came-16", "24gb/adamw8bit-8", "24gb/adamw8bit-16"),
+    "buckets/fast",
+]
+"""What a card is asked first: whether the rest can be measured, what stops users, what decides speed and memory."""
+
+
+def test_the_first_minutes_of_a_card_decide_the_most(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import __main__ as program
+
+    assert [row.name for row in kit.chosen(None)][: len(FIRST)] == FIRST
+    monkeypatch.setattr(sys, "argv", ["kit", "--list"])
+    assert program.main() == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()][: len(FIRST)] == FIRST
+
+
+def test_rows_are_chosen_in_the_order_that_is_given(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(*names: str) -> list[str]:
+        return [row.name for row in kit.chosen(names)]
+
+    assert chosen("step/fast", "device", "step", "encode") == [
+        *("step/fast", "device", "step/default", "step/full-32", "encode/gemma", "encode/vae")
+    ]
+    assert chosen("buckets", "buckets/default") == ["buckets/fast", "buckets/default"]
+    from benchmarks.gpu import __main__ as program
+
+    monkeypatch.setattr(sys, "argv", ["kit", "--dry", "--rows", "device", "compiler", "versions"])
+    assert program.main() == 0
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith('{"row"')]
+    assert [(result["row"], result["ok"]) for result in results] == [
+        *(("device", True), ("compiler", True), ("versions", True))
+    ]
+
+
+def test_rows_have_names_of_their_own_and_the_headline_finds_them() -> None:
     names = [row.name for row in kit.ROWS]
     assert len(set(names)) == len(names)
-    assert [row.name for row in kit.chosen(["encode", "device"])] == ["device", "encode/vae", "encode/gemma"]
     assert headline({"step/full-32": {"images_per_s": 30.0}, "diffusers/full-32": {"images_per_s": 20.0}})[
         "vs_diffusers"
     ] == pytest.approx(1.5)

@@ -6,7 +6,7 @@ Rows (`benchmarks.gpu.rows`) are in order of value, so that a short session yiel
 time limit; after one that fails the next is run, and the exit code is 1. Each result is printed, and appended to
 --out, as a line of JSON as soon as it is there. Rows that no time is left for are listed.
 
-    --rows NAME ...  rows of these names, or of these groups (`step`: step/default and the others)
+    --rows NAME ...  rows of these names, or of these groups (`step`: step/fast and the others), in this order
     --dry            every row on the CPU with tiny shapes, in one process: whether the kit works, no figure of a GPU
     --list           names, limits in seconds and figures of the rows
 

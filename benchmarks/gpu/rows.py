@@ -88,14 +88,16 @@ _KERNELS = ["test_kernels.py", "test_sana_model.py"]
 _PADDED = {"text": "padded"}
 
 ROWS: tuple[Row, ...] = (
-    Row("device", _RUNS + "device", 150, ("matmul_tflops", "copy_gbs", "to_device_gbs", "to_host_gbs", "memory_gib")),
+    Row("versions", _RUNS + "versions", 60, ("python", "torch", "cuda", "driver", "triton", "diffusers", "card")),
+    Row("compiler", _RUNS + "compiler", 120, ("first_s", "error")),
     _tests("tests/kernels", only=_KERNELS),
-    _step("step/default", 64, {}, microbatch=8),
-    _step("step/fast", 16, {**_NONE, **_BLOCK}, seconds=240),
-    _profile("profile/default", {}),
-    _step("step/full-32", 32, _FULL),
-    _peer("diffusers/full-32", 32, True),
-    _profile("profile/fast", {**_NONE, **_BLOCK}),
+    Row(
+        "encode/gemma",
+        _ENCODERS + "gemma",
+        240,
+        ("max_rel_error", "captions_per_s_80", "speedup_80", "captions_per_s_280", "speedup_280", "peak_gib"),
+        {"captions": 32, "lengths": [80, 280]},
+    ),
     Row(
         "encode/vae",
         _ENCODERS + "vae",
@@ -113,20 +115,24 @@ ROWS: tuple[Row, ...] = (
         ),
         {"steps": 24, "save_every": 8, "batch": 32},
     ),
-    Row(
-        "encode/gemma",
-        _ENCODERS + "gemma",
-        240,
-        ("max_rel_error", "captions_per_s_80", "speedup_80", "captions_per_s_280", "speedup_280", "peak_gib"),
-        {"captions": 32, "lengths": [80, 280]},
-    ),
+    _step("step/fast", 16, {**_NONE, **_BLOCK}, seconds=240),
+    _tests("tests/rest", without=_KERNELS),
+    _profile("profile/fast", {**_NONE, **_BLOCK}),
+    _step("24gb/came-8", 8, {**CAME, **FRUGAL}, cap_gib=CAPS["24gb"]),
+    _step("24gb/came-16", 16, {**CAME, **FRUGAL}, cap_gib=CAPS["24gb"]),
+    _step("24gb/adamw8bit-8", 8, {**EIGHT_BIT, **FRUGAL}, cap_gib=CAPS["24gb"], seconds=240),
+    _step("24gb/adamw8bit-16", 16, {**EIGHT_BIT, **FRUGAL}, cap_gib=CAPS["24gb"], seconds=240),
+    _buckets("buckets/fast", {**_NONE, **_BLOCK}),
+    Row("device", _RUNS + "device", 150, ("matmul_tflops", "copy_gbs", "to_device_gbs", "to_host_gbs", "memory_gib")),
+    _step("step/default", 64, {}, microbatch=8),
+    _profile("profile/default", {}),
+    _step("step/full-32", 32, _FULL),
+    _peer("diffusers/full-32", 32, True),
     _peer("diffusers/encoders-16", 16, True, resident=True),
     _step("lora/12gb-1", 1, {**_FULL, **LORA}, cap_gib=10.5),
     _step("lora/24gb-4", 4, {**_FULL, **LORA}, cap_gib=CAPS["24gb"]),
     _step("lora/full-32", 32, {**_FULL, **LORA}),
     _step("lora/fast-16", 16, {**_NONE, **_BLOCK, **LORA}, seconds=240),
-    _tests("tests/rest", without=_KERNELS),
-    _step("24gb/came-8", 8, {**CAME, **FRUGAL}, cap_gib=CAPS["24gb"]),
     _step("48gb/came-32", 32, {**CAME, **FRUGAL}, cap_gib=CAPS["48gb"]),
     _step("technique/none-16", 16, _NONE),
     _step("technique/selective-16", 16, _SELECTIVE),
@@ -152,16 +158,12 @@ ROWS: tuple[Row, ...] = (
     _optimizer("optimizer/adamw8bit", EIGHT_BIT),
     _optimizer("optimizer/adamw-bf16-pure", {"precision": "bf16_pure"}),
     _buckets("buckets/default", {}),
-    _buckets("buckets/fast", {**_NONE, **_BLOCK}),
     Row(
         "arithmetic",
         _RUNS + "arithmetic",
         60,
         ("matmul_error", "matmul_error_tf32", "convolution_error", "convolution_error_tf32"),
     ),
-    _step("24gb/came-16", 16, {**CAME, **FRUGAL}, cap_gib=CAPS["24gb"]),
-    _step("24gb/adamw8bit-8", 8, {**EIGHT_BIT, **FRUGAL}, cap_gib=CAPS["24gb"], seconds=240),
-    _step("24gb/adamw8bit-16", 16, {**EIGHT_BIT, **FRUGAL}, cap_gib=CAPS["24gb"], seconds=240),
     _step("48gb/came-48", 48, {**CAME, **FRUGAL}, cap_gib=CAPS["48gb"]),
     _step("48gb/adamw8bit-32", 32, {**EIGHT_BIT, **FRUGAL}, cap_gib=CAPS["48gb"], seconds=240),
     _step("48gb/adamw8bit-48", 48, {**EIGHT_BIT, **FRUGAL}, cap_gib=CAPS["48gb"], seconds=240),
@@ -169,17 +171,20 @@ ROWS: tuple[Row, ...] = (
 
 
 def chosen(names: Sequence[str] | None) -> list[Row]:
-    """The rows of these names or groups, in order of value.
+    """The rows of these names or groups in the order given, each once; those of a group, and all, in order of value.
 
     Raises:
         KeyError: one that is neither.
     """
     if names is None:
         return list(ROWS)
-    known = {row.name for row in ROWS} | {row.name.partition("/")[0] for row in ROWS}
-    if unknown := [name for name in names if name not in known]:
+    by_name: dict[str, list[Row]] = {}
+    for row in ROWS:
+        for name in {row.name, row.name.partition("/")[0]}:
+            by_name.setdefault(name, []).append(row)
+    if unknown := [name for name in names if name not in by_name]:
         raise KeyError(", ".join(unknown))
-    return [row for row in ROWS if {row.name, row.name.partition("/")[0]} & set(names)]
+    return list({row.name: row for name in names for row in by_name[name]}.values())
 
 
 def measure(row: Row, dry: bool) -> dict[str, Any]:

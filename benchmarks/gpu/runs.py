@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import platform
 import shutil
 import statistics
 import tempfile
@@ -18,16 +20,54 @@ import torch.nn.functional as F
 import stages.train
 from benchmarks.gpu.sizes import GIB, Sizes
 from benchmarks.loader import BUCKETS, build
-from benchmarks.report import resident
+from benchmarks.report import commit, resident
 from benchmarks.train_step import TINY
 from pipeline.config import load
-from pipeline.launch import set_tf32
+from pipeline.launch import check_compiler, driver, set_tf32
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.training import metrics
 from pipeline.training.checkpoint import Saver
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def versions(sizes: Sizes) -> dict[str, Any]:
+    """What the other rows run on."""
+
+    def of(package: str) -> str:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "none"
+
+    on_gpu = sizes.device.type == "cuda"
+    return {
+        "python": platform.python_version(),
+        **{name: of(name) for name in ("torch", "triton", "diffusers", "transformers", "torchao", "pytest")},
+        "cuda": torch.version.cuda or "none",
+        "driver": driver() or "none",
+        "card": torch.cuda.get_device_name(sizes.device) if on_gpu else "none",
+        "commit": commit(),
+    }
+
+
+def compiler(sizes: Sizes) -> dict[str, Any]:
+    """A function that inductor compiles, which needs Triton, `ptxas`, a C compiler and Python's headers: the seconds of
+    its first call, and its difference from plain PyTorch. In a dry run it is traced."""
+    check_compiler(sizes.device, compiled=True)
+
+    def wave(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x) * x + 1
+
+    x = torch.linspace(-1, 1, 4096, device=sizes.device)
+    compiled = torch.compile(wave, backend="eager" if sizes.dry else "inductor")
+    began = time.perf_counter()
+    result = compiled(x)
+    sizes.synchronize()
+    seconds = time.perf_counter() - began
+    error = float((result - wave(x)).abs().max())
+    return {"first_s": seconds, "error": error, "ok": error <= 1e-5}
 
 
 def device(sizes: Sizes) -> dict[str, Any]:
