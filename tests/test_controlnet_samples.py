@@ -31,6 +31,7 @@ from pipeline.training import checkpoint
 from pipeline.training.base_weights import whole_weights
 from tests.support.workers.drawings import distance, drawn
 
+pytestmark = pytest.mark.slow
 MakeConfig = Callable[..., Config]
 OPTIONS = (
     "data.pictures.control.suffix=.control",

@@ -367,6 +367,7 @@ for act in (
 """
 
 
+@pytest.mark.dist
 def test_one_process_without_a_gpu_ends_all_with_its_rank_and_host() -> None:
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])

@@ -56,6 +56,7 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in metrics.read(folder / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_part_that_is_trained_is_all_that_is_updated_averaged_and_saved(folder: Path) -> None:
     held = names(folder / "low rank, one" / LAST)
     assert held["model"] == held["ema"] == TRAINED
@@ -97,6 +98,7 @@ def test_the_frozen_part_stays_bit_for_bit_and_the_first_step_is_the_bases(adapt
     assert first[1] == pytest.approx(first[0], rel=1e-6 if isinstance(adapter, DoRA) else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", seams.KINDS)
 def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, kind: str) -> None:
     assert losses(folder / f"{kind}, one") == losses(folder / f"{kind}, stopped")
@@ -105,6 +107,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, kind: str) -> None
     assert one == other
 
 
+@pytest.mark.slow
 def test_a_resumed_controlnet_draws_what_the_uninterrupted_one_drew(folder: Path) -> None:
     one, other = (
         {path.name: path.read_bytes() for path in (folder / f"controlnet, {name}/pictures").iterdir()}
@@ -113,6 +116,7 @@ def test_a_resumed_controlnet_draws_what_the_uninterrupted_one_drew(folder: Path
     assert sorted(one) == [f"step-{step:08d}.safetensors" for step in (0, 2, 4)] and one == other
 
 
+@pytest.mark.slow
 def test_another_base_and_another_part_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = seams.settings(folder, "low rank, stopped", steps=5)
     whole = tiny_run.task(given)
@@ -133,6 +137,7 @@ def test_strategies_that_divide_matrices_and_blocks_are_refused_by_name(parallel
         trainable.module(settings.train)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_exported_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import stages.export
 
@@ -149,6 +154,7 @@ def test_an_adapter_is_exported_by_itself(folder: Path, monkeypatch: pytest.Monk
 # ----------------------------------------------------------------------------------------------------- a second loss
 
 
+@pytest.mark.slow
 def test_both_parts_are_trained_logged_and_validated(folder: Path) -> None:
     run = folder / "aligned, one"
     rows = metrics.read(run / "metrics.jsonl")
@@ -163,6 +169,7 @@ def test_both_parts_are_trained_logged_and_validated(folder: Path) -> None:
     assert not any("parts" in row for row in (*other[None], *other["validation"])), "one part is the loss"
 
 
+@pytest.mark.slow
 def test_the_recipes_own_modules_are_saved_and_not_exported(folder: Path) -> None:
     held = names(folder / "aligned, one" / LAST)
     own = {"recipe.head.weight", "recipe.head.bias"}
