@@ -302,7 +302,8 @@ class DataConfig(_Section):
     folder: the name of its folder (underscores become spaces in both; of kohya's `10_sks dog` it is `sks dog`). null:
     the picture is rejected. Any other text, such as `a photo of sks dog`, is the caption itself."""
     caption_prefix: str = ""
-    """Text put before every caption, as written (with its spaces)."""
+    """Text put before every caption, as written (with its spaces). Where a caption has `[trigger]`, the words of
+    this text take its place, and nothing is put before it."""
     caption_suffix: str = ""
     """Text put after every caption, as written (with its spaces)."""
     caption_parts: Literal["auto", "captions", "tags"] = "auto"

@@ -508,7 +508,7 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
         reused={noun: reused for noun, (_, reused) in counts.items()},
         plans={recipe: len(plans) for recipe, plans in work.plans.items()},
         taken=taken.summary(config.data, run.text.normalisation),
-        fit=[*taken.remarks(), *surveying.fit_notes(table, run.table, config.data)],
+        fit=[*taken.remarks(config.data), *surveying.fit_notes(table, run.table, config.data)],
     )
 
 

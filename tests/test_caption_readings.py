@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.cache.prompts import has_words
+from pipeline.cache.prompts import TRIGGER_PLACE, has_words
 from pipeline.cache.scan_table import SCAN
 from pipeline.config import DataConfig, TagsConfig, load_given
 from pipeline.encoding.scan import scan
@@ -312,10 +312,11 @@ def table(captions: list[list[str]], rejected: int = 0) -> pa.Table:
 
 
 def test_what_other_trainers_read_in_captions_is_counted_by_picture() -> None:
-    captions = [["plain"], ["[trigger] x", "[Trigger] y"], ["a ||| b", "{x|y} in <trigger>"], ["one\ntwo"]]
+    captions = [["plain"], ["[trigger] x", "[Trigger] y"], ["a ||| b", "{x|y} in <trigger>"], ["one\ntwo [name]"]]
     found = {sign.pattern: (sign.count, sign.item, sign.match) for sign in caption_signs.signs(table(captions, 3))}
     assert found == {
-        caption_signs.PLACEHOLDER: (2, "1.jpg", "[trigger]"),
+        TRIGGER_PLACE: (2, "1.jpg", "[trigger]"),
+        caption_signs.PLACEHOLDER: (1, "3.jpg", "[name]"),
         caption_signs.SEPARATOR: (1, "2.jpg", "|||"),
         caption_signs.CHOICE: (1, "2.jpg", "{x|y}"),
         caption_signs.LINES: (1, "3.jpg", "\n"),
@@ -345,7 +346,7 @@ def test_tags_that_make_no_variant_are_said(tmp_path: Path) -> None:
             progress=nothing,
             look=lambda *_: {"digest": b"x" * 16},
         )
-        return caption_signs.notes(made, config)
+        return caption_signs.without_variants(made, config)
 
     [line] = said({"a.jpg": "", "a.txt": BARN})
     assert "data.tags" in line and "a.jpg" in line
@@ -401,3 +402,16 @@ def test_the_advice_for_a_caption_within_something_is_accepted(tmp_path: Path, n
 def test_the_reject_for_a_caption_within_an_object_names_its_column(tmp_path: Path) -> None:
     [[reason]] = read(bring(tmp_path, {"a.jpg": "", "a.json": {"meta": {"prompt": BARN}}})).values()
     assert "data.caption_field=meta.prompt" in reason
+
+
+def test_the_words_of_the_prefix_take_the_place_of_the_trigger(tmp_path: Path) -> None:
+    """In other captions they stand in front; without a prefix the place stays, and is counted."""
+    files = {f"{n}.jpg": "" for n in "abc"}
+    texts = {"a.txt": "a [trigger] and <Trigger_Word>", "b.txt": "a dog", "c.txt": "a [name]"}
+    data = bring(tmp_path, {**files, **texts})
+    for prefix, expected in (
+        ("sks dog, ", ["a sks dog and sks dog", "sks dog, a dog", "sks dog, a [name]"]),
+        ("", ["a [trigger] and <Trigger_Word>", "a dog", "a [name]"]),
+    ):
+        source = opened(data, caption_prefix=prefix)
+        assert [item.captions[0][0] for item in source.items() if isinstance(item, Item)] == expected

@@ -271,3 +271,21 @@ def test_run_without_a_configuration_says_that_it_trains_the_whole_model(
     shutil.copy(shipped()[0], "sana-pipe.yaml")
     assert stages.run.run(*load_given(None), None, (), ("pictures",), None) == 0
     assert "whole model" not in capsys.readouterr().out
+
+
+def test_a_folder_below_a_split_has_the_masks_of_the_folder_beside_it(
+    tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not those of pictures of the same name in another folder; a kind in another folder finds only its pictures."""
+    for place in ("train/images", "images", "val/images"):
+        pictures(tmp_path / "data", f"{place}/{{}}.png", f"{place}/{{}}.txt")
+    pictures(tmp_path / "data", "train/masks/{}.png", None)
+    mask = "data.pictures.mask={folder: train/masks, required: false}"
+    assert dry(make_config, tmp_path / "data", mask) == 0
+    said = capsys.readouterr().out
+    assert "mask pictures: 4 of 12" in said and "mask picture of no picture" not in said
+    shutil.rmtree(tmp_path / "data/images")
+    pictures(tmp_path / "data", "edges/{}.png", None)
+    assert dry(make_config, tmp_path / "data", mask, "data.pictures.control={folder: edges, required: false}") == 0
+    said = capsys.readouterr().out
+    assert "mask pictures: 4 of 8" in said and "control pictures: 0 of 8" in said

@@ -39,6 +39,21 @@ ROWS = pa.schema([("text", pa.string()), ("valid", pa.uint32()), ("rows", pa.lar
 sees the first `valid`."""
 
 
+TRIGGER_PLACE = r"(?i)[\[{<]trigger(?:[ _-]?word)?[\]}>]"
+"""Where other trainers put the trigger word into a caption: `[trigger]`."""
+
+
+def filled(text: str, word: str) -> str:
+    """The text with the trigger word in the places that it has for it."""
+    return re.sub(TRIGGER_PLACE, lambda _: word, text)
+
+
+def with_prefix(text: str, prefix: str) -> str:
+    """The text with the prefix before it, or with the words of the prefix in the places that it has for them."""
+    word = prefix.strip().rstrip(",;:. ")
+    return filled(text, word) if word and re.search(TRIGGER_PLACE, text) else f"{prefix}{text}"
+
+
 def has_words(text: str, words: str) -> bool:
     """Whether a text has the words of a trigger, whole and in order, in any case: `sks dog`, not `ask` in `mask`."""
     pattern = r"\s+".join(map(re.escape, words.split()))

@@ -26,6 +26,7 @@ from pipeline.encoding.reading import Reading
 from pipeline.errors import UserError, escaped
 from pipeline.sources import caption_rules, caption_signs, name_patterns
 from pipeline.sources.caption_columns import TEXT_FILE, CaptionCandidate, CaptionRule
+from pipeline.sources.caption_signs import Sign
 from pipeline.sources.filenames import shortened
 from pipeline.sources.name_patterns import CONTROL, MASK, Pattern
 from pipeline.sources.reject_kinds import examples
@@ -52,7 +53,7 @@ class Understood:
         captions: some of them, as the scan has them, with their items; those of pictures with a caption of their own.
         further: usable pictures with a further picture, by kind.
         patterns: what names say of pictures without a caption. regularisation: folders of such pictures.
-        notes: what else should be looked at, for people.
+        notes: what else should be looked at, for people. signs: of other meanings, in the captions of the scan.
     """
 
     source: Source
@@ -65,19 +66,20 @@ class Understood:
     patterns: tuple[Pattern, ...]
     regularisation: tuple[Pattern, ...]
     notes: tuple[str, ...]
+    signs: tuple[Sign, ...]
 
     def lines(self, data: DataConfig, normalisation: str) -> list[str]:
         """For people. data: the settings that the captions will be made with; normalisation: of the text recipe."""
-        return [*self.summary(data, normalisation), *self.remarks()]
+        return [*self.summary(data, normalisation), *self.remarks(data)]
 
     def summary(self, data: DataConfig, normalisation: str) -> list[str]:
         """What was taken for what."""
         further = [f"{kind} pictures: {count} of {self.usable}" for kind, count in self.further.items()]
         return [*self._captions(data, normalisation), *further]
 
-    def remarks(self) -> list[str]:
-        """What was not used, and may be meant."""
-        return [*map(_said, self.patterns), *self.notes]
+    def remarks(self, data: DataConfig) -> list[str]:
+        """What was not used, and may be meant. data: the settings that the captions will be made with."""
+        return [*map(_said, self.patterns), *self.notes, *caption_signs.said(self.signs, data)]
 
     @property
     def remedy(self) -> str | None:
@@ -131,7 +133,8 @@ def of(source: Source, scan: pa.Table, data: DataConfig) -> Understood:
         _further(scan, data),
         tuple(pattern for pattern in patterns if not _is_used(pattern, data)),
         tuple(name_patterns.regularisation(items)) if by_name and labelled else (),
-        (*_notes(source, data, number, _true(both)), *caption_signs.notes(scan, data)),
+        (*_notes(source, data, number, _true(both)), *caption_signs.without_variants(scan, data)),
+        tuple(caption_signs.signs(scan)),
     )
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from pipeline.cache.prompts import TRIGGER_CONTEXTS, has_words
+from pipeline.cache.prompts import TRIGGER_CONTEXTS, filled, has_words, with_prefix
 from pipeline.config import load_given
 from pipeline.errors import UserError
 from pipeline.images import buckets
@@ -355,7 +355,11 @@ def _data(made: Recommendation, facts: Facts, trigger: str | None, left_out: int
             caption = f"{trigger}, a picture" if first else "a picture"
             made.add("data.caption", caption, f"for the {lacking} pictures without a caption")
     if facts.captions and 2 * sum(map(is_tags, facts.captions)) > len(facts.captions):
-        keep = _place(facts, trigger) if trigger is not None and first else 0
+        keep: int | None = 0
+        if trigger is not None:
+            captions = tuple(filled(text, trigger) for text in facts.captions)
+            if first or captions != facts.captions:  # the word is one of the tags
+                keep = _place(replace(facts, captions=captions), trigger)
         made.add(
             "data.tags",
             {"shuffle": 4, "drop": 0.1 if keep is not None else 0.0, "keep": keep or 0},
@@ -395,7 +399,7 @@ def _prompts(facts: Facts, trigger: str | None) -> list[str]:
     word = [] if trigger is None else [*(context.format(trigger) for context in TRIGGER_CONTEXTS), CONTROL]
     lines = [" ".join(text.split()) for text in facts.captions]
     prefix = "" if trigger is None or _contain(facts, trigger) else f"{trigger}, "
-    captions = [f"{prefix}{line}" for line in lines if line and not line.startswith("#")]
+    captions = [with_prefix(line, prefix) for line in lines if line and not line.startswith("#")]
     return list(dict.fromkeys([*word, *captions]))[:DRAWN]
 
 

@@ -20,6 +20,7 @@ from itertools import islice
 from typing import Any
 
 from pipeline.cache.layout import canonical
+from pipeline.cache.prompts import with_prefix
 from pipeline.config import DataConfig, setting
 from pipeline.errors import UserError
 from pipeline.sources.filenames import REPEATS, escaped, short_repr, stem
@@ -139,7 +140,8 @@ class CaptionRule:
     def identity(self) -> str:
         """Equal for rules that read the same candidates from the same row."""
         options = {name: repr(getattr(self.config, name)) for name in _DECISIVE}
-        return canonical([options, self.raw, list(self.fallback)]).decode()
+        places = ["places"] * bool(self.config.caption_prefix.strip())  # filled with the prefix: not in older listings
+        return canonical([options, self.raw, list(self.fallback), *places]).decode()
 
     def check_seen(self) -> None:
         """Check the columns that the user named after the whole source has been listed.
@@ -316,8 +318,8 @@ class CaptionRule:
                 weights[candidate.text] = max(weight, weights.get(candidate.text, 0.0))
         drawn = self._with_variants(weights, key, source) if self.config.tags else weights
         before, after = self.config.caption_prefix, self.config.caption_suffix
-        captions = tuple((f"{before}{text}{after}", weight) for text, weight in drawn.items())
-        return captions, len({candidate.text for candidate in candidates} - set(weights))
+        captions = {f"{with_prefix(text, before)}{after}": weight for text, weight in drawn.items()}
+        return tuple(captions.items()), len({candidate.text for candidate in candidates} - set(weights))
 
     def _with_variants(self, weights: dict[str, float], key: str, source: str) -> dict[str, float]:
         """Texts and the variants of tag lists among them, which share a list's weight evenly with it."""

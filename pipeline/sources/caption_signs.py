@@ -6,13 +6,14 @@ Price: captions are searched in batches, by Arrow; those without any of `_MARKS`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.arrow import batches
+from pipeline.cache.prompts import TRIGGER_PLACE
 from pipeline.config import DataConfig
 from pipeline.errors import escaped
 from pipeline.sources.filenames import shortened
@@ -21,7 +22,7 @@ from pipeline.sources.tag_sets import tags_of
 _MARKS = (b"[", b"<", b"{", b"|", b"\n")
 """Bytes of which each sign has one."""
 
-PLACEHOLDER = r"(?i)[\[{<](?:trigger(?:[ _-]?word)?|name|token|filewords|placeholder|concept|instance)[\]}>]"
+PLACEHOLDER = r"(?i)[\[{<](?:name|token|filewords|placeholder|concept|instance)[\]}>]"
 SEPARATOR = r"\|\|\|"
 CHOICE = r"\{[^{}|]*\|[^{}]*\}"
 LINES = r"\n"
@@ -43,6 +44,8 @@ class Sign:
 
 
 _MEANING = {
+    TRIGGER_PLACE: "{match} in a caption, which is read as written; other trainers put the trigger word there, as "
+    "init --trigger 'WORD' and --set data.caption_prefix='WORD, ' do",
     PLACEHOLDER: "{match} in a caption, which is read as written; other trainers put the trigger word there: write the "
     "word in its place",
     SEPARATOR: "{match} in a caption, which is read as written; in kohya's trainer it ends the tags that stay in "
@@ -75,17 +78,21 @@ def signs(table: pa.Table) -> list[Sign]:
     return [Sign(pattern, counts[pattern], *example) for pattern, example in first.items()]
 
 
-def notes(table: pa.Table, config: DataConfig) -> list[str]:
-    """`signs` for people, and whether `data.tags` makes variants. table: of a scan, columns as of `signs`."""
+def said(found: Iterable[Sign], config: DataConfig) -> list[str]:
+    """`signs` for people. config: with which the captions are made."""
     lines = []
-    for sign in signs(table):
+    for sign in found:
         meaning = _MEANING[sign.pattern].format(match=repr(escaped(sign.match)))
+        if sign.pattern == TRIGGER_PLACE and config.caption_prefix.strip():
+            meaning = f"{escaped(sign.match)!r} in a caption: the words of data.caption_prefix take its place"
         lines.append(f"captions: {sign.count} pictures have {meaning} ({_shown(sign)})")
-    return lines + ([] if config.tags is None else _without_variants(table, config))
+    return lines
 
 
-def _without_variants(table: pa.Table, config: DataConfig) -> list[str]:
-    """How many pictures have a single caption, so no variant by `data.tags`, or that no picture has a variant."""
+def without_variants(table: pa.Table, config: DataConfig) -> list[str]:
+    """For people: how many pictures get no variant by `data.tags`, as they have a single caption, or that none does."""
+    if config.tags is None:
+        return []
     pictures, alone, example, looked = 0, 0, "", list[str]()
     for items, captions in _usable(table):
         lengths = pc.list_value_length(captions)

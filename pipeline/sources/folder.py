@@ -36,7 +36,7 @@ from pipeline.sources.filenames import (
     unsafe_reason,
 )
 from pipeline.sources.filesystem import LEADS_OUT, Filesystem, LocalFilesystem, Unreadable, mode_of
-from pipeline.sources.further import Further, sisters
+from pipeline.sources.further import Further
 from pipeline.sources.metadata_files import (
     FILE_COLUMN,
     METADATA_NAMES,
@@ -200,10 +200,10 @@ class Listing:
 
     def _by_base(self, beside: pa.Table) -> Iterator[tuple[str, ...]]:
         """Rows of `FILES` for all files."""
-        has_sisters = any(one.folder is not None for one in self._further.values())
+        in_folders = [one for one in self._further.values() if one.folder is not None]
         for (name,) in texts(self.pictures):
             yield base(name).lower(), _PICTURE, name
-            for below in sisters(name) if has_sisters else ():
+            for below in dict.fromkeys(below for one in in_folders for below in one.owners(name)[1:]):
                 yield below.lower(), _SISTER, name
         for name, kind, file in texts(beside):
             yield name.lower(), kind, file
@@ -521,9 +521,12 @@ def _owners(file: str, pictures: list[str]) -> list[str]:
 
 def _of_further(one: Further, file: str, pictures: list[str]) -> list[str]:
     """The pictures that a further picture belongs to: of some whose names differ in case those that it has."""
-    if len(pictures) == 1:
+    if one.folder is not None:
+        owner = (one.owner(file) or "").lower()
+        pictures = [picture for picture in pictures if owner in map(str.lower, one.owners(picture))]
+    if len(pictures) <= 1:
         return pictures
-    return [picture for picture in pictures if one.owner(file) in one.owners(picture)] or pictures
+    return one.nearest(file, [picture for picture in pictures if one.owner(file) in one.owners(picture)] or pictures)
 
 
 def _problem(entry: os.DirEntry[str], key: str, disk: LocalFilesystem) -> str | None:

@@ -60,8 +60,23 @@ class Further:
         return base(f"{picture}.png") if is_further else None
 
     def owners(self, key: str) -> list[str]:
-        """What `owner` may give for the further picture of a picture."""
-        return [base(key), *(sisters(key) if self.folder is not None else ())]
+        """What `owner` may give for the further picture of a picture. A folder `train/masks` is beside
+        `train/images`, too: a picture's name without `train` counts."""
+        if self.folder is None:
+            return [base(key)]
+        names = [base(key), *sisters(key)]
+        if parent := self.folder.strip("/").rpartition("/")[0]:
+            above, inside, below = f"/{key}".partition(f"/{parent}/")
+            shorter = f"{above}/{below}"[1:]
+            names += [base(shorter), *sisters(shorter)] if inside else []
+        return list(dict.fromkeys(names))
+
+    def nearest(self, file: str, pictures: list[str]) -> list[str]:
+        """Those of some pictures that are below the folder in which the folder of a further picture is."""
+        if self.folder is None or "/" not in self.folder.strip("/"):
+            return pictures
+        above = file[: f"/{file}".find(f"/{self.folder.strip('/')}/")] + self.folder.strip("/").rpartition("/")[0]
+        return [each for each in pictures if each.startswith(f"{above}/")] or pictures
 
 
 def sisters(key: str) -> list[str]:

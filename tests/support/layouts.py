@@ -248,7 +248,7 @@ LAYOUTS: dict[str, Layout] = {
         lambda folder: pictures(folder, more="[trigger] {}"),
         TRIGGER,
         {"data.caption_prefix": "sks dog, "},
-        f"sks dog, [trigger] {FIRST}",
+        f"sks dog {FIRST}",
         says=("[trigger]",),
     ),
     "diffusion-pipe": Layout(
