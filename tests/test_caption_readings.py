@@ -370,6 +370,7 @@ def test_a_trigger_is_found_as_whole_words(text: str, words: str, has: bool) -> 
         (["1girl, sks, c, d"] * 3, 2, 0.1),
         (["sks, b, c, d", "b, sks, c, d"], 0, 0.0),
         (["b, c, d, e, sks"] * 2, 0, 0.0),
+        (["[trigger], b, c, d"] * 3, 1, 0.1),
         (["masks, c, d, e"] * 2, 0, 0.1),
     ],
 )
@@ -378,7 +379,7 @@ def test_the_trigger_word_among_tags_stays_in_its_place(captions: list[str], kee
     facts = recommend.Facts(sides, sides, 9, 9, tuple(captions), 1, None, 1)
     choices = {each.option: each.value for each in recommend.recommend(facts, "lora", "sks").choices}
     assert choices["data.tags"] == {"shuffle": 4, "drop": drop, "keep": keep}
-    assert ("data.caption_prefix" in choices) == ("masks" in captions[0])
+    assert ("data.caption_prefix" in choices) == (captions[0][0] in "m[")
 
 
 NESTED: dict[str, Brought] = {
