@@ -167,6 +167,8 @@ def memory_lines(prediction: Prediction) -> list[str]:
     verdict = "fits" if p.fits else "DOES NOT FIT"
     state = "free" if p.fits else "missing"
     lines.append(f"  {'peak (' + p.phase + ')':<22}{p.total / GIB:9.2f}   {verdict}: {amount(abs(p.margin))} {state}")
+    if p.machine.card.is_gpu:
+        lines.append("  what other programs (a desktop: about 0.9 GiB) use of the GPU is not counted")
     if p.host:
         lines.append(f"  in host memory, too   {p.host / GIB:9.2f}")
     return lines

@@ -473,3 +473,16 @@ def test_every_table_of_the_page_is_printed(
         _, out, error = plan(command.removeprefix("$ sana-pipe plan ").split(), capsys)
         printed += [*out.splitlines(), *error.splitlines()]
     assert [line for line in shown if line and line not in printed] == []
+
+
+def test_what_other_programs_use_of_a_gpu_is_not_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    card, total = gpus.card("4090"), gpus.card("4090").memory
+    used = {"others": 0, "reserved": 3 << 30}
+    free = lambda device: (total - used["others"] - used["reserved"] - auto.BARE_CONTEXT, total)  # noqa: E731
+    monkeypatch.setattr(auto, "of_device", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: used["reserved"])
+    device = torch.device("cuda", 0)
+    assert auto.present(device, Launch()).memory == total
+    used["others"] = 922 << 20
+    assert auto.present(device, Launch()).memory == total - (922 << 20)

@@ -27,6 +27,8 @@ from pipeline.planning.predict import Data, Machine, least_nodes
 from pipeline.planning.search import MARGIN, Search
 from pipeline.training.remedies import changed
 
+BARE_CONTEXT = 450 << 20
+"""Bytes of a CUDA context before a library is used; an estimate."""
 FIXED: dict[str, Any] = {"microbatch": 8, "activation_checkpointing": "full"}
 _SIZES = ("dp_replicate", "dp_shard", "tp_size", "pp_size")
 _EACH = "parallel.reduce_each_microbatch"
@@ -166,12 +168,20 @@ def _uncompiled(device: torch.device) -> str | None:
 
 
 def present(device: torch.device, launch: Launch) -> Machine:
-    """The machine of a launch whose processes each have a device like this."""
+    """The machine of a launch whose processes each have a device like this, without the memory that other programs use
+    on a GPU."""
     here, nodes = of_device(device), max(1, launch.world // launch.local_world)
     if here is None:  # its speed counts for the ranking only
         memory = torch.cuda.get_device_properties(device).total_memory
-        return Machine(like(memory), memory, launch.world, nodes, assumed=True)
-    return Machine(here, usable(here, launch.local_world), launch.world, nodes)
+        return Machine(like(memory), memory - used_by_others(device), launch.world, nodes, assumed=True)
+    memory = usable(here, launch.local_world)
+    return Machine(here, memory - used_by_others(device) if here.is_gpu else memory, launch.world, nodes)
+
+
+def used_by_others(device: torch.device) -> int:
+    """Bytes of a GPU that neither torch's allocator nor, as far as it can be estimated, this process's context uses."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device) - BARE_CONTEXT)
 
 
 def named(gpu: str | None, gpu_memory: str | None, gpus: int, nodes: int | None = None) -> Machine:
