@@ -312,3 +312,11 @@ def test_compiled_blocks_on_a_gpu(recompute: str) -> None:
     exact, plain, compiled = gradients("none", "fp32"), gradients("none", "bf16"), gradients("block", "bf16")
     limit = 1.25 * tiny_run.distance(plain, exact)
     assert tiny_run.distance(compiled, exact) <= limit <= 0.1
+
+
+@pytest.mark.slow
+def test_the_state_of_8_bits_is_counted_in_its_bytes() -> None:
+    """Not in those of the numbers that it stands for."""
+    sizes = Sizes.of(dry=True)
+    plain, small = (steps.optimizer(sizes, train=train)["state_gib"] for train in ({}, kit.EIGHT_BIT))
+    assert small < 0.5 * plain

@@ -40,6 +40,7 @@ from pipeline.planning.cost import Time
 from pipeline.planning.predict import Data, Machine, Prediction, predict
 from pipeline.training import optimizers
 from pipeline.training.assemble import Trainable
+from pipeline.training.host_copy import plain_parts
 from pipeline.training.optimizers import in_backward
 from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import TrainStep
@@ -346,5 +347,5 @@ def optimizer(sizes: Sizes, *, train: dict[str, Any]) -> dict[str, Any]:
         states = [
             local(x) for s in made.optimizer.state.values() for x in s.values() if isinstance(x, Tensor) and x.ndim
         ]
-        size = sum(x.numel() * x.element_size() for x in states)
+        size = sum(part.nbytes for x in states for part in plain_parts(x))
     return {"step_ms": 1e3 * seconds, "state_gib": size / GIB, **sizes.memory()}

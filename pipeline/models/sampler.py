@@ -113,6 +113,7 @@ def sample(
         if controls is not None:
             given = [controls[first : first + size].to(text).repeat(2 if guided else 1, 1, 1, 1)]
         solver.set_timesteps(settings.steps, device=text.device)
+        solver.set_begin_index(0)  # else it looks the first timestep up on the device, and waits for it
         for timestep in solver.timesteps:
             inputs = (torch.cat([latents, latents]) if guided else latents).to(text.dtype)
             flow = predict(inputs, text, mask, timestep.to(torch.float32).expand(len(inputs)), *given).float()

@@ -38,7 +38,7 @@ class HostCopy:
         Args:
             wait: until the copies from the GPU are done; else they are when the current stream has done them.
         """
-        parts = [part for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) for part in _plain_parts(leaf)]
+        parts = [part for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) for part in plain_parts(leaf)]
         on_gpu = any(part.is_cuda for part in parts)
         self._stager.pin_memory = on_gpu and self._may_lock
         try:
@@ -64,14 +64,14 @@ def thread_of_this_device(name: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, name, torch.cuda.set_device, (torch.cuda.current_device(),))
 
 
-def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The ordinary tensors in a tensor, in the order of `_rebuilt`."""
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The ordinary tensors in a tensor, in one order."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor.detach()
         return
     for name in tensor.__tensor_flatten__()[0]:
         if isinstance(part := getattr(tensor, name), Tensor):
-            yield from _plain_parts(part)
+            yield from plain_parts(part)
 
 
 def _rebuilt(tensor: Tensor, copies: Iterator[Tensor]) -> Tensor:
