@@ -31,7 +31,7 @@ from benchmarks.duplicates_training import subset_loss_ratio
 from benchmarks.report import finish, reset_peak, resident, table
 from pipeline.config import BucketConfig
 from pipeline.images import buckets, decoding
-from pipeline.images.perceptual_hash import VIEW_WORDS, WORDS, flipped, hashes
+from pipeline.images.perceptual_hash import LENGTH, VIEW_WORDS, WORDS, flipped, hashes
 from pipeline.processes import run_and_exit
 from pipeline.snapshots import near
 
@@ -113,18 +113,18 @@ def quality(folder: str | None) -> dict[str, float]:
     """Recall and precision over distances."""
     found = photographs(folder)
     kinds = ["", *COPIES]
-    hashed = np.empty((len(kinds), len(found), WORDS + 1), np.uint16)
+    hashed = np.empty((len(kinds), len(found), LENGTH), np.uint16)
     for number, picture in enumerate(found.values()):
         files = [jpeg(picture, 95), *(jpeg(make(picture), quality) for make, quality in COPIES.values())]
         hashed[:, number] = [hashes(loaded(file, 512)[None])[0] for file in files]
     rows, figures, origin = [], {}, np.tile(np.arange(len(found)), COUNTED + 1)
     for distance in DISTANCES:
-        group = near.groups(hashed[: COUNTED + 1].reshape(-1, WORDS + 1), distance)
+        group = near.groups(hashed[: COUNTED + 1].reshape(-1, LENGTH), distance)
         together = np.triu(group[:, None] == group[None], 1)
         right = (together & (origin[:, None] == origin[None])).sum() / max(1, together.sum())
         recall = float(np.mean(group.reshape(COUNTED + 1, -1)[1:] == group[: len(found)]))
         beside = [
-            float(np.mean(np.diff(near.groups(both.reshape(-1, WORDS + 1), distance).reshape(2, -1), axis=0) == 0))
+            float(np.mean(np.diff(near.groups(both.reshape(-1, LENGTH), distance).reshape(2, -1), axis=0) == 0))
             for both in (hashed[[0, kind]] for kind in range(1, len(kinds)))
         ]
         rows.append([distance, recall, float(right), *beside])
@@ -142,11 +142,11 @@ def quality(folder: str | None) -> dict[str, float]:
 
 
 def synthetic(count: int) -> np.ndarray:
-    """Hashes (count, 17): half of them new, the inner part about 21 bits from the whole; then copies."""
+    """Hashes (count, 49): half of them new, the inner part about 21 bits from the whole; then copies."""
     rng = np.random.default_rng(0)
-    made = np.empty((count, WORDS + 1), np.uint16)
+    made = np.full((count, LENGTH), 0x8080, np.uint16)
     new = count // 2
-    made[:new] = rng.integers(0, 1 << 16, (new, WORDS + 1), dtype=np.uint16)
+    made[:new, :WORDS] = rng.integers(0, 1 << 16, (new, WORDS), dtype=np.uint16)
     made[:new, VIEW_WORDS:WORDS] = made[:new, :VIEW_WORDS]
     _invert(made[:new, VIEW_WORDS:], rng, 24)
     size = np.minimum(rng.zipf(1.7, new), 1000)  # of groups, the original among them

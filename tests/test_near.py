@@ -3,20 +3,24 @@ that only look alike to a hash."""
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 import skimage.data
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 
 from pipeline.config import BucketConfig
-from pipeline.images.perceptual_hash import VIEW_WORDS, WORDS, flipped, hashes
+from pipeline.images.perceptual_hash import BITS, LENGTH, VIEW_WORDS, WORDS, flipped, hashes
 from pipeline.snapshots import near
 
+GRAY = 0x8080  # a word of colours
 DISTANCE = BucketConfig().dedup_distance
 
 
 def random_hashes(count: int, seed: int = 0) -> np.ndarray:
-    made = np.random.default_rng(seed).integers(0, 1 << 16, (count, WORDS + 1), dtype=np.uint16)
+    made = np.full((count, LENGTH), GRAY, np.uint16)
+    made[:, :WORDS] = np.random.default_rng(seed).integers(0, 1 << 16, (count, WORDS), dtype=np.uint16)
     made[:, WORDS] = near.MIN_QUALITY
     return made
 
@@ -169,3 +173,48 @@ def test_copies_of_photographs_are_groups() -> None:
         ]
     hashed = np.concatenate([hashes(np.asarray(picture.resize((256, 256)))[None]) for picture in pictures])
     assert near.groups(hashed, DISTANCE).tolist() == [0] * 4 + [4] * 4 + [8] * 4
+
+
+def shirt(colour: str, ground: str = "white") -> Image.Image:
+    picture = Image.new("RGB", (256, 256), ground)
+    cut = [(60, 60), (100, 40), (156, 40), (196, 60), (220, 110), (190, 120), (180, 100), (180, 220), (76, 220)]
+    draw = ImageDraw.Draw(picture)
+    draw.polygon([*cut, (76, 100), (66, 120), (36, 110)], fill=colour)
+    draw.ellipse((108, 30, 148, 60), fill=ground)
+    return picture
+
+
+def compressed(picture: Image.Image, quality: int) -> Image.Image:
+    """The picture as a JPEG with chroma of half the size."""
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=quality, subsampling=2)
+    return Image.open(file)
+
+
+@pytest.mark.parametrize("distance", [0, DISTANCE])
+def test_the_same_shape_in_other_colours_is_another_picture(distance: int) -> None:
+    colours = ["red", "green", "blue", "orange", "purple", "brown", "gray"]
+    pictures = [shirt(colour) for colour in colours]
+    hashed = hashes(np.stack([*map(np.asarray, pictures)]))
+    assert near.groups(hashed, distance).tolist() == list(range(len(colours)))
+    assert near.distances(hashed[0], hashed).tolist()[1:] == [BITS] * 6 and near.distances(hashed[0], hashed)[0] == 0
+
+
+def test_copies_keep_their_colours() -> None:
+    photograph = Image.fromarray(skimage.data.astronaut())
+    for picture in (photograph, shirt("red"), shirt("blue").convert("L").convert("RGB")):
+        values = np.asarray(picture.resize((256, 256)), float)
+        copies = [
+            values,
+            compressed(picture, 50).resize((256, 256)),
+            compressed(picture.resize((128, 128)), 60).resize((256, 256)),
+            compressed(ImageOps.mirror(picture), 60).resize((256, 256)),
+            values * 0.75,
+            np.minimum(values * [1.03, 1, 0.97], 255),
+        ]
+        hashed = hashes(np.stack([np.asarray(copy).astype(np.uint8) for copy in copies]))
+        hashed[:, WORDS] = near.MIN_QUALITY
+        assert not near.groups(hashed, DISTANCE).any()
+        assert not near.distances(hashed[0], hashed)[0] and (near.distances(hashed[0], hashed) <= DISTANCE).all()
+    values = np.asarray(photograph)
+    assert near.groups(hashes(np.stack([values, values[..., ::-1]])), DISTANCE).tolist() == [0, 1]

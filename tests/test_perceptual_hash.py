@@ -10,10 +10,14 @@ import pytest
 import skimage.data
 from PIL import Image
 
-from pipeline.images.perceptual_hash import BITS, INNER, RULE, VIEW_WORDS, WORDS, basis, cells, flipped, hashes
+from pipeline.images.perceptual_hash import BITS, INNER, LENGTH, RULE, VIEW_WORDS, WORDS, basis, cells, flipped, hashes
 
 PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "rocket", "retina", "hubble_deep_field")
-GOLDEN = "a42c2e7e8e746e3f18f199d5d8e15a31a4242622067c6e3f08718915d8e15a317400"
+GOLDEN = (
+    "a42c2e7e8e746e3f18f199d5d8e15a31a4242622067c6e3f08718915d8e15a317400"
+    "8a927cba859f8893a6a690937f6f7d7a91c079657c867c86948975738285817a"
+    "8d967fb9879b8a89a2a68e907d707c718abc7a617c8183919085726f868a7778"
+)
 
 
 def photograph(name: str, size: tuple[int, int] = (256, 256)) -> np.ndarray:
@@ -35,7 +39,7 @@ def pattern(height: int, width: int) -> np.ndarray:
 
 
 def test_the_bytes_are_fixed() -> None:
-    assert RULE == "dct-sign-2x128-1"
+    assert RULE == "dct-sign-2x128-chroma-2x16-1"
     assert one(pattern(96, 80)).tobytes().hex() == GOLDEN
 
 
@@ -56,12 +60,12 @@ def test_no_value_of_the_basis_is_near_a_tie(side: float) -> None:
 def test_a_batch_changes_nothing(shape: tuple[int, int]) -> None:
     pictures = np.random.default_rng(0).integers(0, 256, (5, *shape, 3), np.uint8)
     each = np.stack([one(picture) for picture in pictures])
-    assert each.dtype == np.uint16 and each.shape == (5, WORDS + 1)
+    assert each.dtype == np.uint16 and each.shape == (5, LENGTH)
     assert np.array_equal(hashes(pictures), each)
     wide = np.zeros((5, shape[0], 2 * shape[1], 3), np.uint8)
     wide[:, :, ::2] = pictures
     assert np.array_equal(hashes(wide[:, :, ::2]), each), "strides count"
-    assert hashes(pictures[:0]).shape == (0, WORDS + 1)
+    assert hashes(pictures[:0]).shape == (0, LENGTH)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (96, 80), (45, 31), (130, 257)])

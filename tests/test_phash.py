@@ -25,7 +25,7 @@ from pipeline.encoding.plan import lead_made
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import ConfigError
 from pipeline.images import decoding
-from pipeline.images.perceptual_hash import hashes
+from pipeline.images.perceptual_hash import LENGTH, hashes
 from pipeline.loader.loader import Loader
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
@@ -69,7 +69,7 @@ def records(cache: Path) -> dict[bytes, bytes]:
     result = {}
     for row in range(len(known)):
         column = {name: values[row] for name, values in known.columns.items()}
-        into, key = np.empty(17, np.uint16), bytes(known.keys[row]).ljust(16, b"\0")
+        into, key = np.empty(LENGTH, np.uint16), bytes(known.keys[row]).ljust(16, b"\0")
         checksum = bytes(column["checksum"]).ljust(16, b"\0")
         reader.read(known.shards[int(column["shard"])], int(column["offset"]), key, checksum, into)
         result[key] = into.tobytes()
@@ -80,7 +80,7 @@ def test_hashes_are_those_of_the_pixels_of_the_latents(hashed: Path, photos: Pat
     snapshot = Cache(hashed).open_snapshot()
     recipe, reader = snapshot.recipe(HashRecipe), snapshot.reader("phash")
     for row in range(len(snapshot)):
-        sample, into = snapshot.sample(row), np.empty(17, np.uint16)
+        sample, into = snapshot.sample(row), np.empty(LENGTH, np.uint16)
         place, bucket = sample.pictures["phash"], snapshot.buckets[sample.bucket]
         reader.read(place.shard, place.offset, place.key, place.checksum, into)
         data = (photos / snapshot.source_item(row)[1]).read_bytes()
@@ -303,7 +303,7 @@ def test_the_loader_reads_what_is_asked_for(
     for batch, other in zip(batches, plain, strict=True):
         assert batch.sample_ids == other.sample_ids and batch.latents.equal(other.latents)
         for sample_id, values in zip(batch.sample_ids, batch.pictures["phash"].numpy(), strict=True):
-            place, into = places[sample_id], np.empty(17, np.uint16)
+            place, into = places[sample_id], np.empty(LENGTH, np.uint16)
             reader.read(place.shard, place.offset, place.key, place.checksum, into, place.length)
             assert (into == values).all()
 

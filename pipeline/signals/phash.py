@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.config import Config
 from pipeline.images.decoding import pixel_fields
-from pipeline.images.perceptual_hash import RULE, WORDS, hashes
+from pipeline.images.perceptual_hash import LENGTH, RULE, hashes
 from pipeline.signals import PictureEncoder, PictureSignal
 
 
@@ -21,7 +21,7 @@ class _Hasher:
 @dataclass(frozen=True)
 class HashRecipe(PictureSignal):
     """Values of a hash: `hashes` of `pipeline.images.perceptual_hash` of the picture at its target resolution, 16
-    words of bits and the quality."""
+    words of bits, the quality and 32 words of colours."""
 
     kind: ClassVar[str] = "phash"
     noun: ClassVar[str] = "hashes"
@@ -32,7 +32,7 @@ class HashRecipe(PictureSignal):
     rule: str = ""
 
     def shape(self, height: int, width: int) -> tuple[int, ...]:
-        return (WORDS + 1,)
+        return (LENGTH,)
 
     @classmethod
     def wanted(cls, config: Config) -> Self | None:

@@ -1,11 +1,12 @@
 """Groups of near-duplicate pictures from their perceptual hashes, for `bucket.dedup: near`.
 
 What: two pictures are near if the hash of one, as it is or mirrored, differs from that of the other or of its inner
-part in at most `distance` of 128 bits. `groups` joins all such pairs, exactly.
+part in at most `distance` of 128 bits, and their colours are alike: up to a common factor (of brightness or
+saturation) the mean chroma of no cell differs by more than `COLOURS`. `groups` joins all such pairs, exactly.
 How: cut into words, two near hashes have one word that differs in at most its share of the distance, and so do the 64
 bits from there on (Qin and Xiao, Pigeonring, VLDB 2018). So for each word the hashes are sorted from it on, and each
 range of equal prefixes is compared with the ranges whose prefix differs in that few bits.
-Price: 180 bytes of memory a picture (1.8 GB and 800 s for 10^7). Time grows with their square, divided by up to 65,536.
+Price: 310 bytes of memory a picture (3.1 GB and 800 s for 10^7). Time grows with their square, divided by up to 65,536.
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ from itertools import combinations
 
 import numpy as np
 
-from pipeline.images.perceptual_hash import BITS, VIEW_WORDS, WORDS, flipped
+from pipeline.images.perceptual_hash import BITS, GRID, VIEW_COLOURS, VIEW_WORDS, WORDS, chroma, flipped
 
 MIN_QUALITY = 64
 """Pictures below are in no group: their bits are noise, or those of every flat area."""
+
+COLOURS = 8
+"""Levels of 255 in which the mean chroma of a cell may differ between copies."""
+FACTOR = 1.5
+"""By which the chroma of a copy may be multiplied or divided, as a change of brightness does."""
 
 IN_RANGE = 32  # hashes in a range of equal prefixes: fewer cost calls, more cost comparisons
 ROWS, COLUMNS = 512, 1024  # of a block: 4 MiB of differences
 DENSE = 1 << 22  # comparisons of a range from which on blocks inside one group are skipped
 WAITING = 1 << 20  # candidates that are verified at a time
+COMPARED = 1 << 15  # pairs whose colours are compared at a time: 16 MiB
 
 
 Report = Callable[[int, int], object]
@@ -34,7 +41,7 @@ def groups(hashed: np.ndarray, distance: int, report: Report = lambda done, tota
     """The group of each picture.
 
     Args:
-        hashed: uint16 (n, 17), of different files.
+        hashed: uint16 (n, 49), of different files.
         distance: bits of 128 in which near pictures may differ.
         report: called some times a second.
 
@@ -45,36 +52,64 @@ def groups(hashed: np.ndarray, distance: int, report: Report = lambda done, tota
     rows = np.flatnonzero(hashed[:, WORDS] >= MIN_QUALITY)
     if not len(rows):
         return result
-    halves, member = _unique(hashed, rows)
-    forest = _Forest(len(halves))
-    _Search(halves, distance, forest).run(report)
-    member = forest.roots(np.arange(len(halves)))[member]
-    smallest = np.full(len(halves), len(hashed))
+    unique, member = _unique(hashed, rows)
+    forest = _Forest(len(unique))
+    _Search(unique, distance, forest).run(report)
+    member = forest.roots(np.arange(len(unique)))[member]
+    smallest = np.full(len(unique), len(hashed))
     np.minimum.at(smallest, member, rows)
     result[rows] = smallest[member]
     return result
 
 
 def distances(one: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """In how many bits a picture differs from others, as `groups` compares them: (n,) int64. one: uint16 (17,); others:
-    (n, 17)."""
-    result = np.full(len(others), 16 * VIEW_WORDS, np.int64)
+    """In how many bits a picture differs from others, as `groups` compares them; all bits where colours differ.
+
+    Args:
+        one: uint16 (49,).
+        others: uint16 (n, 49).
+
+    Returns:
+        (n,) int64.
+    """
+    result = np.full(len(others), BITS, np.int64)
     for left, right in ((one[None], others), (others, one[None])):
-        for view in (left[:, :VIEW_WORDS], flipped(left[:, :VIEW_WORDS])):
-            for other in (right[:, :VIEW_WORDS], right[:, VIEW_WORDS:WORDS]):
-                np.minimum(result, np.bitwise_count(view ^ other).sum(axis=1, dtype=np.int64), out=result)
+        for whole in (left, flipped(left)):
+            for view in range(2):
+                other = right[:, VIEW_WORDS * view : VIEW_WORDS * (view + 1)]
+                bits = np.bitwise_count(whole[:, :VIEW_WORDS] ^ other).sum(axis=1, dtype=np.int64)
+                at = np.flatnonzero(bits < result)
+                first, second = (each if len(each) == 1 else each[at] for each in (whole, right))
+                alike = _same_colours(_view_colours(first, 0), _view_colours(second, view))
+                at = at[np.broadcast_to(alike, len(at))]
+                result[at] = bits[at]
     return result
 
 
+def _view_colours(hashed: np.ndarray, view: int) -> np.ndarray:
+    start = WORDS + 1 + VIEW_COLOURS * view
+    return hashed[:, start : start + VIEW_COLOURS]
+
+
+def _same_colours(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Whether each pair of words of colours is alike, (n,) bool. first, second: uint16 (n, 16), or (1, 16)."""
+    a, b = (chroma(words).astype(np.float32) for words in (first, second))
+    dot, squares = (a * b).sum(axis=1), (b * b).sum(axis=1)
+    factor = np.clip(dot / np.maximum(squares, 1), 1 / FACTOR, FACTOR)[:, None]
+    scaled = np.abs(a - factor * b) / np.maximum(factor, 1)
+    return np.minimum(np.abs(a - b).max(axis=1), scaled.max(axis=1)) <= COLOURS
+
+
 def _unique(hashed: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Different hashes among some rows, (m, 4) uint64; and which of them each row has, (len(rows),)."""
-    halves = hashed[rows, :WORDS].view(np.uint64)
-    order = np.lexsort(halves.T)
-    halves = halves[order]
-    new = np.append(True, (halves[1:] != halves[:-1]).any(axis=1))
+    """Different hashes with different colours among some rows, (m, 48) uint16; and which of them each row has."""
+    words = np.empty((len(rows), WORDS + 2 * VIEW_COLOURS), np.uint16)
+    words[:, :WORDS], words[:, WORDS:] = hashed[rows, :WORDS], hashed[rows, WORDS + 1 :]
+    order = np.lexsort(words.view(np.uint64).T)
+    words = words[order]
+    new = np.append(True, (words[1:] != words[:-1]).any(axis=1))
     member = np.empty(len(rows), np.int64)
     member[order] = np.cumsum(new) - 1
-    return halves[new], member
+    return words[new], member
 
 
 class _Forest:
@@ -125,14 +160,16 @@ class _Sorted:
 
 
 class _Search:
-    """Finds near pairs of different hashes (m, 4), and joins them in a forest.
+    """Finds near pairs of different hashes with colours (m, 48), and joins them in a forest.
 
     The 128 bits are cut into as few words as leave one with at most `radius` differences. A mirrored hash is the hash
     with fixed bits inverted, so it is in the range of another prefix.
     """
 
-    def __init__(self, halves: np.ndarray, distance: int, forest: _Forest):
+    def __init__(self, unique: np.ndarray, distance: int, forest: _Forest):
+        halves = np.ascontiguousarray(unique[:, :WORDS]).view(np.uint64)
         self._halves, self._distance, self._forest = halves, distance, forest
+        self._colours = unique[:, WORDS:].reshape(-1, 2, VIEW_COLOURS)
         radius = distance // VIEW_WORDS
         self._words = distance // (radius + 1) + 1
         self._prefix = min(BITS // self._words, max(1, (2 * len(halves) // IN_RANGE).bit_length() - 1), 20)
@@ -209,8 +246,19 @@ class _Search:
         left, right = left[apart], right[apart]
         views = self._halves.reshape(-1, 2)
         differing = views[2 * left] ^ views[right // 2] ^ self._mirror * (right % 2)[:, None].astype(np.uint64)
-        near = np.bitwise_count(differing).sum(axis=1) <= self._distance
+        near = np.flatnonzero(np.bitwise_count(differing).sum(axis=1) <= self._distance)
+        near = near[self._alike(left[near], right[near])]
         self._forest.join(left[near], right[near] // 4)
+
+    def _alike(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """Whether the colours of each pair are alike. left, right: as of `_verify`."""
+        alike = np.empty(len(left), bool)
+        for part in _parts(len(left), COMPARED):
+            whole, other = self._colours[left[part], 0], right[part]
+            mirrored = whole.reshape(-1, GRID, GRID)[:, :, ::-1].reshape(whole.shape)
+            whole = np.where((other % 2 == 1)[:, None], mirrored, whole)
+            alike[part] = _same_colours(whole, self._colours[other // 4, other // 2 % 2])
+        return alike
 
 
 def _from_bit(halves: np.ndarray, first: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 What: `near_groups` reads the hash of each picture once (of several resolutions the first) and groups them by
 `pipeline.snapshots.near`. The key of a group is the smallest digest of its files, so it does not depend on the order of
 samples, and more data change it only for the groups that they join.
-Price: 34 bytes of memory a picture for the hashes, beside the 150 of the groups; every hash is read from its shard.
+Price: 98 bytes of memory a picture for the hashes, beside the 310 of the groups; every hash is read from its shard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import CHUNK_ROWS, Snapshot, concatenated, taken
 from pipeline.errors import ConfigError
-from pipeline.images.perceptual_hash import WORDS
+from pipeline.images.perceptual_hash import LENGTH, WORDS
 from pipeline.signals.phash import HashRecipe
 from pipeline.snapshots import near
 from pipeline.snapshots.join import EncodedRecords, Frame, Joined, pieces
@@ -107,21 +107,21 @@ def leaked(
 
 
 def hashes_of(snapshot: Snapshot) -> np.ndarray:
-    """The hashes of all samples, (n, 17) uint16, read in the order of storage. Errors as of `leaked`."""
+    """The hashes of all samples, (n, 49) uint16, read in the order of storage. Errors as of `leaked`."""
     kind, count = HashRecipe.kind, len(snapshot)
     chunks = (np.arange(start, min(start + CHUNK_ROWS, count)) for start in range(0, count, CHUNK_ROWS))
     places = concatenated([snapshot.columns(rows, [kind]).pictures[kind] for rows in chunks])
     order, reader = np.lexsort((places["offset"], places["shard"])), snapshot.reader(kind)
-    hashed = np.empty((count, WORDS + 1), np.uint16)
+    hashed = np.empty((count, LENGTH), np.uint16)
     for some in (order[piece] for piece in pieces(count)):
-        values, every = np.empty(len(some) * (WORDS + 1), np.uint16), np.arange(len(some))
-        begin, shards = every * (WORDS + 1), snapshot.shards[kind]
+        values, every = np.empty(len(some) * LENGTH, np.uint16), np.arange(len(some))
+        begin, shards = every * LENGTH, snapshot.shards[kind]
         bad = reader.read_batch(
-            shards, taken(places, some), every, values, begin, begin + WORDS + 1, verify=True, on_read=None
+            shards, taken(places, some), every, values, begin, begin + LENGTH, verify=True, on_read=None
         )
         if bad:
             raise bad[0][1]
-        hashed[some] = values.reshape(-1, WORDS + 1)
+        hashed[some] = values.reshape(-1, LENGTH)
     return hashed
 
 
@@ -151,9 +151,9 @@ def alike(snapshot: Snapshot, row: int, distance: int) -> list[tuple[int, int]]:
 
 
 def _hashes(records: EncodedRecords, caches: Sequence[Cache], rows: np.ndarray) -> np.ndarray:
-    """The hashes of some rows of the index, (n, 17) uint16."""
+    """The hashes of some rows of the index, (n, 49) uint16."""
     recipe = next(recipe for recipe in records.pictures if recipe.kind == HashRecipe.kind)
-    hashed, count = np.empty((len(rows), WORDS + 1), np.uint16), np.full(len(rows), WORDS + 1)
+    hashed, count = np.empty((len(rows), LENGTH), np.uint16), np.full(len(rows), LENGTH)
     for some, values, _ in read_records(recipe, records.indexes[recipe.kind], caches, rows, count, ()):
         hashed[some] = values.reshape(hashed[some].shape)
     return hashed
