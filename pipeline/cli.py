@@ -684,12 +684,19 @@ _weights = _grouped(
     examples=[
         "sana-pipe export --out ./export",
         "sana-pipe export --checkpoint ./runs/sana_1600m_1024 --ema --dtype bf16 --overwrite",
+        "sana-pipe export --best --out ./best   # the checkpoint with the lowest held-out loss",
         "sana-pipe export --format nvlabs --out ./nvlabs   # for NVlabs' repository and ComfyUI",
         "sana-pipe export --format comfyui --out ./lora   # of an adapter, for ComfyUI's LoraLoader",
     ]
 )
 @_configured
 @_weights
+@click.option(
+    "--best",
+    is_flag=True,
+    help="The checkpoint with the lowest held-out loss, of train.output or of the run "
+    "directory that --checkpoint names.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),

@@ -963,7 +963,7 @@ class TrainConfig(_Section):
     save_every: Positive = 500
     """Steps between checkpoints."""
     keep_checkpoints: Positive = 3
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints that are kept; with `validation` also the one with the lowest held-out loss."""
     keep_every: Positive | None = None
     """Keep the checkpoint of every this many steps for ever; a multiple of `save_every`; null: none."""
     async_save: bool = True

@@ -70,6 +70,7 @@ def run(
     checkpoint: str,
     out: Path,
     *,
+    best: bool = False,
     ema: bool = False,
     overwrite: bool = False,
     dtype: str | None = None,
@@ -79,6 +80,7 @@ def run(
 
     Args:
         checkpoint: `auto` (the newest of `train.output`) or a checkpoint folder.
+        best: take the checkpoint with the lowest held-out loss of the run that `checkpoint` names.
         out: must not exist, or be empty; no input of the configuration.
         ema: export the EMA weights instead of the last weights.
         overwrite: `out` may hold an export, which is replaced. Files that were added to it or changed stay.
@@ -96,7 +98,11 @@ def run(
     """
     out = Path(out).absolute()
     _check_dtype(config, dtype or "fp32")
-    folder = checkpoints.find(config, checkpoint)
+    if best:
+        folder, loss = checkpoints.find_best(config, checkpoint, ema=ema)
+        print(f"lowest held-out loss of the checkpoints: {loss:.4f}, {folder}", flush=True)
+    else:
+        folder = checkpoints.find(config, checkpoint)
     output, config = Path(config.train.output), config.at(folder)
     document = checkpoints.read_document(folder)
     name = checkpoints.EMA_WEIGHTS if ema else checkpoints.LAST_WEIGHTS

@@ -25,11 +25,10 @@ from pipeline.config import LOCAL_NAME, Config, Given, reads
 from pipeline.options import flat, put, value_at
 from pipeline.processes import INTERRUPTED, call, command, shown
 from pipeline.reporting import run_pictures
-from pipeline.training import changes, checkpoint, metrics
+from pipeline.training import changes, checkpoint, heldout
 
 PROMPTS = "prompts.txt"
 STAGES = ("encode", "bucket", "train", "sample", "export")
-METRICS = "metrics.jsonl"
 SAMPLES, EXPORT = "samples", "export"
 """Folders of the results in `train.output`."""
 TORCHRUN = ("--standalone", "--nproc-per-node")
@@ -93,34 +92,28 @@ def run(
             what = f"was ended by {stopped_by.name};" if stopped_by else f"ended with {code}; when that is mended,"
             click.echo(f"\nstopped: {step} {what} the same command goes on from here", err=True)
             return INTERRUPTED if stopped_by == signal.SIGINT else code
-    for line in best(Path(config.train.output)):
+    for line in best(checkpoint.root_of(config).parent):
         click.echo(line)
     return 0
 
 
 def best(output: Path) -> list[str]:
-    """The checkpoint with the lowest held-out loss among those that are left of a run, for people, with what it drew;
-    empty: nothing was held out, or the run has phases."""
-    journal = output / METRICS
-    rows = metrics.read_events(journal).get("validation", []) if journal.is_file() else []
-    losses = {row["step"]: row["loss"] for row in rows if isinstance(row.get("loss"), float)}
-    there = [path for path in checkpoint.complete(output / "checkpoints") if _step(path) in losses]
-    if not there:
+    """The checkpoint with the lowest held-out loss among those that are left of a run directory (of a phase), for
+    people, with what it drew; empty: nothing was held out."""
+    there = {checkpoint.step_of(path): path for path in checkpoint.complete(output / "checkpoints")}
+    chosen = heldout.best(output, there)
+    if chosen is None:
         return []
-    chosen = min(there, key=lambda path: losses[_step(path)])
-    lines = [f"lowest held-out loss of the checkpoints: {losses[_step(chosen)]:.4f}, {chosen}"]
-    if chosen != there[-1]:
-        way = shown("export", "--checkpoint", str(chosen), "--out", "DIR")
-        lines[0] += f" (the last: {losses[_step(there[-1])]:.4f}); {way}"
+    step, losses = chosen
+    lines = [f"lowest held-out loss of the checkpoints: {losses[step]:.4f}, {there[step]}"]
+    if step != (last := max(losses)):
+        way = shown("export", "--checkpoint", str(there[step]), "--out", "DIR")
+        lines[0] += f" (the last: {losses[last]:.4f}); {way}"
     pictures = run_pictures.files(output)
-    drawn = [path.with_suffix("") for path in pictures if int(path.stem.removeprefix("step-")) <= _step(chosen)]
+    drawn = [path.with_suffix("") for path in pictures if int(path.stem.removeprefix("step-")) <= step]
     if drawn and drawn[-1].is_dir():
         lines.append(f"its pictures: {drawn[-1]}")
     return lines
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
 
 
 def chain(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import hashlib
+import json
 import os
 import threading
 from dataclasses import replace
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from pipeline.config import Config, ParallelConfig
-from pipeline.errors import ConfigError, NoSpaceError
+from pipeline.errors import ConfigError, NoSpaceError, UserError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
 from pipeline.models.sana_files import WeightFiles, save_weights
@@ -30,6 +31,7 @@ from pipeline.training import assemble, checkpoint, host_copy, metrics, optimize
 from pipeline.training.host_copy import HostCopy
 from pipeline.training.task import Report
 from pipeline.training.trainer import fit, generator_seed
+from tests.support.messages import naming
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -419,6 +421,68 @@ def test_generators_are_seeded_by_step_and_part_of_the_batch() -> None:
 def test_every_nth_is_kept_for_ever(tmp_path: Path) -> None:
     train(tiny_run.config(tmp_path / "run", steps=8, save_every=1, keep_checkpoints=2, keep_every=3))
     assert names(tmp_path / "run") == [f"step-{step:08d}" for step in (3, 6, 7, 8)]
+
+
+def looked_at(run: Path, losses: dict[int, dict[str, Any]]) -> None:
+    """Append rows of validations, by step, to the journal of a run."""
+    rows = [{"event": "validation", "step": step, "snapshot": "a", **row} for step, row in losses.items()]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("losses", "older"),
+    [
+        ({1: {"loss": 0.3}, 2: {"loss": 0.1}, 4: {"loss": 0.2}}, [2]),
+        ({1: {"loss": None}, 2: {"loss": 0.3}, 3: {"loss": 0.3}}, [2]),  # not finite; equal
+        ({1: {"loss": 0.1, "ema_loss": 0.3}, 3: {"loss": 0.2, "ema_loss": 0.2}}, [1, 3]),
+        ({1: {"loss": 0.1, "snapshot": "b"}, 2: {"loss": 0.5}, 3: {"loss": 0.4}}, [1, 3]),
+        ({0: {"loss": 0.1}, 2: {"loss": 0.3}, 6: {"loss": 0.2}}, []),  # step 0 has no checkpoint, 6 is among the newest
+        ({}, []),
+    ],
+)
+def test_the_checkpoints_with_the_lowest_heldout_loss_are_never_removed(
+    losses: dict[int, dict[str, Any]], older: list[int], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+
+    def touch(step: int) -> Batch | None:
+        if step == 1:
+            looked_at(run, losses)
+        return None
+
+    train(tiny_run.config(run, steps=6, save_every=1, keep_checkpoints=2, async_save=False), touch=touch)
+    assert names(run) == [f"step-{step:08d}" for step in (*older, 5, 6)]
+
+
+def test_nothing_is_removed_while_the_losses_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **options: Any) -> Any:
+        raise UserError("metrics.jsonl: cannot be read")
+
+    monkeypatch.setattr(checkpoint.heldout, "read_events", broken)
+    train(tiny_run.config(tmp_path / "run", steps=4, save_every=1, keep_checkpoints=1, async_save=False))
+    assert len(names(tmp_path / "run")) == 4
+
+
+def test_the_best_is_that_of_a_run_and_its_newest_validation_set(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = tiny_run.config(run)
+    for step in (2, 4, 6):
+        checkpoint.folder_of(run / "checkpoints", step).mkdir(parents=True)
+    for given in ({"run": "auto"}, {"run": str(run)}, {"run": "auto", "ema": True}):
+        with pytest.raises(ConfigError, match=naming("--best", str(run))):
+            checkpoint.find_best(config, **given)  # type: ignore[arg-type]
+    looked_at(run, {2: {"loss": 0.1, "snapshot": "b"}, 3: {"loss": 0.1}, 4: {"loss": 0.2, "ema_loss": 0.4}})
+    looked_at(run, {6: {"loss": 0.3, "ema_loss": 0.3}, 8: {"loss": 0.1}})
+    for place in ("auto", str(run)):
+        assert checkpoint.find_best(config, place) == (run / "checkpoints/step-00000004", 0.2)
+        assert checkpoint.find_best(config, place, ema=True) == (run / "checkpoints/step-00000006", 0.3)
+    for place in (run / "checkpoints/step-00000004", tmp_path / "none", run / "checkpoints"):
+        with pytest.raises(ConfigError, match=naming(str(place))):
+            checkpoint.find_best(config, str(place))
+    with (run / "metrics.jsonl").open("a") as file:  # a resume drops what an earlier attempt measured after its start
+        file.write(json.dumps({"event": "start", "step": 2}) + "\n")
+    assert checkpoint.find_best(config, "auto") == (run / "checkpoints/step-00000002", 0.1)
 
 
 def test_a_step_that_is_never_saved_cannot_be_kept() -> None:

@@ -318,6 +318,20 @@ def test_the_scaling_factor_of_the_training_goes_with_the_vae(
     assert copied == {**own, "scaling_factor": 0.25} != own
 
 
+def test_best_takes_the_checkpoint_with_the_lowest_heldout_loss(trained: Trained, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    for step in (2, 3):
+        shutil.copytree(trained.checkpoint, checkpoints.folder_of(run / "checkpoints", step))
+    rows = [{"event": "validation", "step": step, "loss": loss} for step, loss in ((2, 0.1), (3, 0.2))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = changed(trained.config, tmp_path, f"train.output={run}")
+    (run / "checkpoints/step-00000003/checkpoint.json").unlink()  # so that the newest cannot be exported
+    export.run(config, "auto", tmp_path / "export", best=True, form="nvlabs")
+    with pytest.raises(UserError):
+        export.run(config, "auto", tmp_path / "newest", form="nvlabs")
+
+
 def test_a_checkpoint_of_a_phase_is_read_with_the_options_of_its_phase(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,7 +145,7 @@ def test_the_checkpoint_with_the_lowest_heldout_loss_is_named(tmp_path: Path) ->
         (tmp_path / f"pictures/step-{step:08d}").mkdir(parents=True)
         (tmp_path / f"pictures/step-{step:08d}.safetensors").touch()
     checkpoint, pictures = stage.best(tmp_path)
-    assert "0.3" in checkpoint and str(tmp_path / "checkpoints/step-00000006") in checkpoint
+    assert "0.3000" in checkpoint and str(tmp_path / "checkpoints/step-00000006") in checkpoint
     assert str(tmp_path / "pictures/step-00000004") in pictures
 
 

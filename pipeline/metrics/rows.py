@@ -75,8 +75,8 @@ class Rows:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, without torn lines.
+def read(path: Path, having: str = "") -> Iterator[dict[str, Any]]:
+    """The rows of a file, without torn lines. having: only lines with this text are parsed.
 
     Raises:
         UserError: the file cannot be read.
@@ -84,7 +84,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                if (row := _row(line)) is not None:
+                if having in line and (row := _row(line)) is not None:
                     yield row
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error}") from None

@@ -12,11 +12,14 @@ MANY_EPOCHS = 100
 
 
 def kept_checkpoints(train: TrainConfig, steps: int) -> int:
-    """How many checkpoints there are at the end of a run."""
+    """How many checkpoints there are at most at the end of a run: the best may be among the newest."""
     saved = [*range(train.save_every, steps, train.save_every), steps]
     older = saved[: -train.keep_checkpoints]
     marked = 0 if train.keep_every is None else sum(step % train.keep_every == 0 for step in older)
-    return len(saved) - len(older) + marked
+    best = 0
+    if train.validation is not None and any(step % train.validation.every == 0 for step in older):
+        best = 1 if train.ema is None else 2
+    return len(saved) - len(older) + min(len(older), marked + best)
 
 
 def steps_of(train: TrainConfig, data: Data) -> int | None:

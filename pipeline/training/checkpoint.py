@@ -45,6 +45,7 @@ from pipeline.models.spec import ModelSpec, spec_of
 from pipeline.options import value_at
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from pipeline.parallel.parallelize import EXTRA
+from pipeline.training import heldout
 from pipeline.training.host_copy import HostCopy, thread_of_this_device
 from pipeline.training.lock import Lock
 from pipeline.training.metadata_reader import FIX, CheckpointError, TensorOnlyReader, read_metadata, unreadable
@@ -247,16 +248,25 @@ class Saver:
             work.mkdir()
 
     def remove_old(self) -> None:
-        """Remove all checkpoints but the newest `keep_checkpoints` and those of every `keep_every`th step, and the
-        leftovers of interrupted saves and removals of this attempt and earlier ones. Each checkpoint is renamed first:
-        a half-removed checkpoint must not look damaged."""
+        """Remove all checkpoints but the newest `keep_checkpoints`, those of every `keep_every`th step and those with
+        the lowest held-out loss, and the leftovers of interrupted saves and removals of this attempt and earlier ones.
+        Each checkpoint is renamed first: a half-removed checkpoint must not look damaged."""
         train, token = self._config.train, self._lock.token
         for path in leftovers(self._root):
             if path in self._earlier_leftovers or f".{token}." in path.name:
                 self._lock.check()
                 shutil.rmtree(path, ignore_errors=True)
-        for path in complete(self._root)[: -train.keep_checkpoints]:
-            if train.keep_every is not None and _step_of(path) % train.keep_every == 0:
+        there = complete(self._root)
+        older = there[: -train.keep_checkpoints]
+        if not older:
+            return
+        try:
+            lowest = heldout.lowest(self._root.parent, [step_of(path) for path in there])
+        except (OSError, UserError) as error:
+            self._log(f"warning: no checkpoint is removed, since held-out losses cannot be read: {error}")
+            return
+        for path in older:
+            if step_of(path) in lowest or (train.keep_every is not None and step_of(path) % train.keep_every == 0):
                 continue
             self._lock.check()
             removing = path.with_name(f"{path.name}.{token}.removing")
@@ -330,10 +340,11 @@ def complete(root: Path) -> list[Path]:
     """Published checkpoints by step, oldest first."""
     if not root.is_dir():
         return []
-    return sorted((path for path in root.iterdir() if _COMPLETE.fullmatch(path.name)), key=_step_of)
+    return sorted((path for path in root.iterdir() if _COMPLETE.fullmatch(path.name)), key=step_of)
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Of a published checkpoint."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -358,7 +369,7 @@ def _there(folder: Path) -> Iterator[None]:
             raise
         last = newest(folder.parent)
         raise CheckpointError(
-            f"{folder}: is not there any more: a training removes all but its newest checkpoints",
+            f"{folder}: is not there any more: a training removes all but its newest checkpoints and the best",
             found=None if last is None else f"the newest is {last}",
             fix="run the command again with the newest; train.keep_checkpoints and train.keep_every keep more of them",
         ) from None
@@ -648,13 +659,46 @@ def resolve(root: Path, resume: str | Path, option: str = "--resume") -> Path | 
 def find(config: Config, checkpoint: str) -> Path:
     """The folder that `--checkpoint` names: `auto` is the newest of `train.output`, with phases of the last phase that
     has one; else see `resolve`."""
-    output = Path(config.train.output)
-    roots = [output / phase.name / "checkpoints" for phase in reversed(config.phases)] or [output / "checkpoints"]
-    root = next((root for root in roots if newest(root) is not None), roots[-1])
+    root = root_of(config)
     folder = resolve(root, checkpoint)
     if folder is None:
         raise ConfigError(f"{root} holds no checkpoint yet", fix="sana-pipe train, or --checkpoint PATH")
     return folder
+
+
+def root_of(config: Config) -> Path:
+    """The folder of the checkpoints of `train.output`, with phases that of the last phase that has one."""
+    output = Path(config.train.output)
+    roots = [output / phase.name / "checkpoints" for phase in reversed(config.phases)] or [output / "checkpoints"]
+    return next((root for root in roots if newest(root) is not None), roots[-1])
+
+
+def find_best(config: Config, run: str, *, ema: bool = False) -> tuple[Path, float]:
+    """The checkpoint with the lowest held-out loss, and its loss.
+
+    Args:
+        run: `auto` (`train.output`, with phases the last that has a checkpoint) or a run directory.
+        ema: by the loss of the EMA weights.
+
+    Raises:
+        ConfigError: no run directory; no checkpoint of it has a held-out loss.
+    """
+    if run != "auto" and _COMPLETE.fullmatch(Path(run).resolve().name):
+        raise ConfigError(f"--best chooses a checkpoint, and --checkpoint {run} is one", fix="leave one of them out")
+    find(config, run)  # its errors
+    root = root_of(config) if run == "auto" else Path(run) / "checkpoints"
+    there = {step_of(path): path for path in complete(root)}
+    chosen = heldout.best(root.parent, there, ema=ema)
+    if chosen is None:
+        whose = f"held-out loss of the {EMA_WEIGHTS}" if ema else "held-out loss"
+        raise ConfigError(
+            f"no checkpoint of {root.parent} has a {whose}",
+            expected=f"a validation in {root.parent / heldout.METRICS} after the step of a checkpoint",
+            found=f"checkpoints of the steps {', '.join(map(str, there)) or 'none'}",
+            fix="leave --best out for the newest checkpoint",
+        )
+    step, losses = chosen
+    return there[step], losses[step]
 
 
 def choose(run: Path, resume: str | Path | None, origin: str | Path | None = None) -> tuple[Resumed | None, list[str]]:

@@ -227,16 +227,19 @@ def read(path: Path) -> list[dict[str, Any]]:
     return read_events(path).get(None, [])
 
 
-def read_events(path: Path) -> dict[str | None, list[dict[str, Any]]]:
+def read_events(path: Path, *, events_only: bool = False) -> dict[str | None, list[dict[str, Any]]]:
     """All rows with a step by their `event` (None: logged steps), each step once (the last attempt's); `start` rows are
     those of all attempts, each with the `seconds` of its last logged step.
+
+    Args:
+        events_only: leave out logged steps, which are nearly all rows.
 
     Raises:
         UserError: the file is missing.
     """
     starts: list[dict[str, Any]] = []
     events: dict[str | None, dict[int, dict[str, Any]]] = {}
-    for values in rows.read(path):
+    for values in rows.read(path, '"event"' if events_only else ""):
         if not isinstance(values.get("step"), int):
             continue
         if values.get("event") == "start":
