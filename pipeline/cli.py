@@ -856,7 +856,8 @@ def status(config: Config, watch: bool, every: float | None, as_json: bool) -> A
 
 _newest = click.option("--snapshot", metavar="NAME|ID", help="Default: the newest snapshot of the cache.")
 _shown = _grouped(
-    click.option("--run", metavar="DIR", help="A run directory. Default: train.output, if there is one."), _newest
+    click.option("--run", metavar="DIR", help="A run directory. Default: train.output, if there is one."),
+    click.option("--snapshot", metavar="NAME|ID", help="Default: that of the run, else the newest of the cache."),
 )
 
 

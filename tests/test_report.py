@@ -290,6 +290,49 @@ def test_phases_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
     assert [(part["name"], part["summary"]["steps"]) for part in parts] == [("b-first", 1), ("a-second", 1)]
 
 
+def test_the_runs_that_a_run_began_from_are_parts_of_it(made: Made, tmp_path: Path) -> None:
+    """Also where they lie elsewhere; one that is gone, and a damaged record, are named; a circle ends."""
+    folders = [tmp_path / "elsewhere" / "first", tmp_path / "runs" / "second", tmp_path / "runs" / "third"]
+    for hour, (folder, origin) in enumerate(zip(folders, [None, *folders], strict=False)):
+        start = {"event": "start", "step": 0, "time": f"2026-01-01T0{hour}:00:00+00:00"}
+        journal(folder, start, {"step": 1, "loss": 1.0 + hour})
+        (folder / "config.yaml").write_text("train: {}\n")
+        if origin is not None:
+            values = {"checkpoint": str(origin / "checkpoints" / "step-00000001")}
+            (folder / run_figures.ORIGIN).write_text(json.dumps(values))
+
+    def names(**which: Any) -> list[str]:
+        figures = collect(made.config, run=folders[2], with_data=False, **which)[0]
+        assert ("earlier" in figures["missing"]) == bool(figures["run"]["lost"])
+        return [part["name"] for part in figures["run"]["parts"]]
+
+    assert names() == ["first", "second", "third"]
+    assert names(compare=folders[0]) == ["third"], "a comparison is with what was compared"
+    both = run_figures.run_figures(tmp_path / "runs", earlier=True)
+    assert [part["name"] for part in both["parts"]] == ["first", "second", "third"] and not both["lost"]
+    (folders[0] / run_figures.ORIGIN).write_text(json.dumps({"checkpoint": str(folders[2] / "checkpoints" / "x")}))
+    assert names() == ["first", "second", "third"]
+    shutil.rmtree(folders[0])
+    assert names() == ["second", "third"]
+    assert str(folders[0]) in collect(made.config, run=folders[2])[0]["missing"]["earlier"]["what"]
+    assert report.run(made.config, tmp_path / "page.html", run=folders[2], pictures=False) == 0
+    assert str(folders[0]) in (tmp_path / "page.html").read_text()
+    (folders[1] / run_figures.ORIGIN).write_text("{")
+    assert names() == ["second", "third"]
+    moved = tmp_path / "moved"
+    (folders[1] / run_figures.ORIGIN).unlink()
+    (tmp_path / "runs").rename(moved)
+    assert not run_figures.run_figures(moved, earlier=True)["lost"], "the phase beside it is the one it began from"
+
+
+def test_a_page_without_a_named_run_shows_the_snapshot_of_the_run(made: Made, tmp_path: Path) -> None:
+    first = made.reports["round1"]["snapshot"]
+    output = journal(tmp_path / "output", {"event": "start", "step": 0, "snapshot": first})
+    train = made.config.train.model_copy(update={"output": str(output)})
+    data = collect(made.config.model_copy(update={"train": train}))[0]["snapshot"]
+    assert data is not None and data["id"] == first
+
+
 def test_what_is_missing_is_named_with_its_command(made: Made, tmp_path: Path) -> None:
     """Without a cache, a run, validation; with an empty journal, and a snapshot that is gone."""
     elsewhere = made.config.model_copy(update={"cache": str(tmp_path / "none")})
@@ -463,7 +506,7 @@ def whole(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_section_is_on_the_page(made: Made, whole: Path) -> None:
     page = checked(whole)
-    absent = ("pictures", "adapter", "further", "visits", "alike", "gallery", "trained-on")
+    absent = ("pictures", "adapter", "further", "visits", "alike", "gallery", "trained-on", "earlier")
     names = [section.id for section in SECTIONS if section.id not in absent]
     assert page.sections == [*names, "missing"]
     assert page.sections[0] == "progress", "before all data"

@@ -33,9 +33,9 @@ def collect(
     they exist.
 
     Args:
-        run: a run directory; None: `train.output`, if something was trained there.
-        snapshot: a name or id; None: the last that `run` was trained on, if `run` is given and the cache has it, else
-            the newest.
+        run: a run directory; None: `train.output`, if something was trained there. The runs that it began from are
+            parts of it, unless it is compared with another.
+        snapshot: a name or id; None: the last that the run was trained on, if the cache has it, else the newest.
         compare: a second run directory.
         with_data: false leaves cache and snapshot out, whose numbers take long for many samples.
 
@@ -50,11 +50,14 @@ def collect(
 
     figures: dict[str, Any] = {"cache": None, "snapshot": None, "run": None, "compare": None, "missing": missing}
     cache = opened = None
+    folder = Path(config.train.output) if run is None else run
+    if run is not None or is_run(folder):
+        figures["run"] = run_figures(folder, earlier=compare is None)
     try:
         if with_data:
             cache = Cache.of(config)
             figures["cache"] = status(cache)
-            opened = cache.open_snapshot(snapshot or (_trained_on(cache, run) if run is not None else None))
+            opened = cache.open_snapshot(snapshot or _trained_on(cache, figures["run"]))
         else:
             lacks("snapshot", "this page is about the run alone", "sana-pipe report")
     except CacheError as error:
@@ -67,9 +70,7 @@ def collect(
             lacks("crop", data["crop_missing"] or "there are no sizes of pictures", "sana-pipe encode --data DIR")
         if data["new"] is None:
             lacks("new", "the snapshot has no earlier one to compare with", "sana-pipe bucket --name NAME")
-    folder = Path(config.train.output) if run is None else run
-    if run is not None or is_run(folder):
-        figures["run"] = run_figures(folder)
+    if figures["run"] is not None:
         _lacks_of_run(figures, lacks)
     else:
         lacks("run", f"{folder}: nothing was trained there", TRAIN)
@@ -82,9 +83,9 @@ def collect(
     return figures, cache, opened
 
 
-def _trained_on(cache: Cache, run: Path) -> str | None:
-    """The last snapshot that a run was trained on; None if the cache lacks it."""
-    names = run_figures(run)["parts"][-1]["snapshots"]
+def _trained_on(cache: Cache, run: dict[str, Any] | None) -> str | None:
+    """The last snapshot that a run was trained on; None if there is no run or the cache lacks it."""
+    names = [] if run is None else run["parts"][-1]["snapshots"]
     try:
         return cache.open_snapshot(names[-1]).id if names else None
     except CacheError:
@@ -94,8 +95,8 @@ def _trained_on(cache: Cache, run: Path) -> str | None:
 def _lacks_pictures(runs: list[dict[str, Any]], lacks: Any) -> None:
     """Names the first run with drawings that are not decoded, else that there are none."""
     for run in runs:
-        if what := run_pictures.undecoded(run):
-            lacks("pictures", what, run_pictures.decode_command(Path(run["folder"])))
+        if waiting := run_pictures.undecoded(run):
+            lacks("pictures", "; ".join(drawn for drawn, _ in waiting), "; ".join(command for _, command in waiting))
             return
     if not any(part["pictures"] for run in runs for part in run["parts"]):
         what = "no pictures were drawn during the run; before: sana-pipe encode --prompts default"
@@ -117,6 +118,8 @@ def _lacks_of_run(figures: dict[str, Any], lacks: Any) -> None:
         lacks("memory", "memory and speed were not predicted for this run", "sana-pipe plan")
     if len(parts) < 2:
         lacks("phases", "the run has one phase: `phases` in the configuration makes more", "sana-pipe config")
+    if lost := figures["run"]["lost"]:
+        lacks("earlier", "; ".join(lost), "sana-pipe report --run DIR")
     used = {name for part in parts for name in part["snapshots"]}
     if snapshot is not None and used and snapshot["id"] not in used:
         names = ", ".join(sorted(name[:12] for name in used))

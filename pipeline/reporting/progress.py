@@ -7,7 +7,6 @@ drawn.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image
@@ -15,7 +14,7 @@ from PIL import Image
 from pipeline.reporting.blocks import COLUMNS, Block, Prompt, Slider
 from pipeline.reporting.curves import VALIDATION, labels, length, line, marks, starts
 from pipeline.reporting.plots import WIDE, WIDTH, line_plot
-from pipeline.reporting.run_pictures import decode_command, undecoded
+from pipeline.reporting.run_pictures import undecoded
 from pipeline.reporting.source_pictures import Embedded, embedded
 
 FRAMES = 24
@@ -57,7 +56,7 @@ def progress(figures: dict[str, Any]) -> Iterator[Block]:
             slider = Slider(f"time-{number}-{order}", label, [_picture(frame) for frame in shown], columns)
             sliders.setdefault(prompt, []).append(slider)
     if sliders:
-        yield from (f"{what}: {decode_command(Path(run['folder']))}" for run in runs if (what := undecoded(run)))
+        yield from (f"{what}: {command}" for run in runs for what, command in undecoded(run))
     yield from (Prompt(prompt, of_prompt, _controls(runs, prompt)) for prompt, of_prompt in sliders.items())
 
 

@@ -24,6 +24,8 @@ from pipeline.reporting.adapter_figures import adapter_figures
 from pipeline.training.metrics import read_events
 
 JOURNAL = "metrics.jsonl"
+ORIGIN = "from.json"
+"""What `train --from` wrote into a run directory: the checkpoint that it began from."""
 SUMMARY = "summary.json"
 POINTS = 400
 CURVES = (
@@ -50,9 +52,13 @@ def _folders(folder: Path) -> list[Path]:
         return []
 
 
-def run_figures(folder: Path) -> dict[str, Any]:
-    """The numbers of a run: `folder` and `parts`, one for each phase in the order in which they began; a run without
-    phases has one.
+def run_figures(folder: Path, earlier: bool = False) -> dict[str, Any]:
+    """The numbers of a run: `folder`; `parts`, one for each phase in the order in which they began; `lost`, sentences
+    about runs that a part began from (`train --from`) and that are not there any more. A run without phases has one
+    part.
+
+    Args:
+        earlier: the runs that this one began from, and those before them, are parts, too.
 
     Raises:
         UserError: it is no run directory.
@@ -63,8 +69,36 @@ def run_figures(folder: Path) -> dict[str, Any]:
             expected=f"a folder with {JOURNAL}, or with phases that have one",
             fix="sana-pipe train writes one to train.output; --run DIR names another",
         )
-    parts = [_part(path) for path in (folder, *_folders(folder)) if _is_part(path)]
-    return {"folder": str(folder), "parts": sorted(parts, key=lambda part: part["began"] or "")}
+    lost: list[str] = []
+    folders = [path for path in (folder, *_folders(folder)) if _is_part(path)]
+    known = {path.resolve() for path in folders}
+    for path in folders if earlier else ():  # grows as it is walked
+        origin, problem = _origin(path)
+        if origin is not None and origin.resolve() not in known:
+            if _is_part(origin):
+                folders.append(origin)
+                known.add(origin.resolve())
+            elif origin.name not in _siblings(path, folder):
+                problem = f"{path} began from {origin}, and there is no run any more"
+        lost += [problem] if problem else []
+    parts = sorted(map(_part, folders), key=lambda part: part["began"] or "")
+    return {"folder": str(folder), "parts": parts, "lost": lost}
+
+
+def _siblings(part: Path, folder: Path) -> set[str]:
+    """Names of the other phases beside a phase: after a move of their folder they are its origins."""
+    return {path.name for path in _folders(folder) if _is_part(path)} if part.parent == folder else set()
+
+
+def _origin(folder: Path) -> tuple[Path | None, str]:
+    """The run directory that a run began from, if any, and what keeps it from being read."""
+    path = folder / ORIGIN
+    try:
+        return Path(str(json.loads(path.read_text(encoding="utf-8"))["checkpoint"])).parents[1], ""
+    except FileNotFoundError:
+        return None, ""
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        return None, f"{path} cannot be read: {error!r}"
 
 
 def _part(folder: Path) -> dict[str, Any]:

@@ -133,11 +133,19 @@ def listed(run: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return drawings
 
 
-def undecoded(run: dict[str, Any]) -> str:
-    """What of a run's drawings is not decoded, "" if nothing. run: of `run_figures`."""
-    drawings = [drawing for part in run["parts"] for drawing in part["pictures"]]
-    waiting = sum(drawing.get("pictures") is None for drawing in drawings)
-    return f"{waiting} of {len(drawings)} drawings of {run['folder']} are not decoded" if waiting else ""
+def undecoded(run: dict[str, Any]) -> list[tuple[str, str]]:
+    """What of a run's drawings is not decoded, with the command for it: of its folder, and of each run that it began
+    from. run: of `run_figures`."""
+    folders: dict[str, list[dict[str, Any]]] = {}
+    for part in run["parts"]:
+        inside = Path(part["folder"]).is_relative_to(run["folder"])
+        folders.setdefault(run["folder"] if inside else part["folder"], []).extend(part["pictures"])
+    counts = {folder: sum(each.get("pictures") is None for each in drawings) for folder, drawings in folders.items()}
+    return [
+        (f"{count} of {len(folders[folder])} drawings of {folder} are not decoded", decode_command(Path(folder)))
+        for folder, count in counts.items()
+        if count
+    ]
 
 
 def files(run: Path) -> list[Path]:

@@ -424,5 +424,7 @@ SECTIONS = (
     Section("storage", "Storage", "", (_storage, table("cache.stores", *_STORES)), needs="snapshot"),
     Section("gallery", "Decoded latents"),
     Section("trained-on", "Snapshot of the run"),
+    Section("earlier", "Earlier rounds"),
 )
-"""In the order of the page. `pictures`, `gallery` and `trained-on` have no figures; the page names what makes them."""
+"""In the order of the page. `pictures`, `gallery`, `trained-on` and `earlier` have no figures; the page names
+what makes them."""
