@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import stages.encode
 from pipeline.cache.cache import Cache
-from pipeline.config import Config
+from pipeline.config import Config, DataConfig
 from pipeline.encoding import prompts as prompting
 from pipeline.errors import UserError
 from pipeline.options import value_at
 from pipeline.sources import name_patterns
+from pipeline.sources.detect import open_source
 from pipeline.sources.name_patterns import CONTROL, MASK, REGULARISATION, UNKNOWN
 from tests.support.layouts import (
     BEGIN,
@@ -23,8 +26,11 @@ from tests.support.layouts import (
     END,
     LAYOUTS,
     PAGE,
+    SENTENCES,
     TRIGGER,
     hub_csv,
+    hub_parquet,
+    img2dataset,
     made,
     one_trainer,
     picture,
@@ -289,3 +295,21 @@ def test_a_folder_below_a_split_has_the_masks_of_the_folder_beside_it(
     assert dry(make_config, tmp_path / "data", mask, "data.pictures.control={folder: edges, required: false}") == 0
     said = capsys.readouterr().out
     assert "mask pictures: 4 of 8" in said and "control pictures: 0 of 8" in said
+
+
+def test_the_tables_of_links_beside_tars_are_no_second_kind_and_the_fix_for_two_kinds_works(tmp_path: Path) -> None:
+    """Tables with pictures are, whatever their names: each kind is a pattern then, which any command takes."""
+    img2dataset(tmp_path / "tars")
+    links = pa.table({"url": ["http://x/y.jpg"] * COUNT, "caption": SENTENCES})
+    pq.write_table(links, tmp_path / "tars/00000.parquet")
+    assert open_source(str(tmp_path / "tars"), DataConfig()).format == "webdataset"
+    hub_parquet(tmp_path / "tars", text=SENTENCES)
+    for name in ("train-0.parquet", "00000.parquet"):
+        (tmp_path / "tars/train-0.parquet").rename(tmp_path / "tars" / name)
+        with pytest.raises(UserError, match=naming("*.tar", "*.parquet")) as error:
+            open_source(str(tmp_path / "tars"), DataConfig())
+        (tmp_path / "tars" / name).rename(tmp_path / "tars/train-0.parquet")
+    assert [open_source(shlex.split(way)[1], DataConfig()).format for way in str(error.value.fix).split(" or ")] == [
+        "parquet",
+        "webdataset",
+    ]

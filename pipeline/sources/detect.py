@@ -31,7 +31,7 @@ from pipeline.errors import UserError, alternatives, not_permitted
 from pipeline.retrying import PATIENCE_S
 from pipeline.sources import further
 from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.filenames import EXTENSIONS, base, error_text, escaped, extension, is_url, kind_of_file
+from pipeline.sources.filenames import EXTENSIONS, base, error_text, escaped, extension, is_url, kind_of_file, stem
 from pipeline.sources.filesystem import Filesystem, LocalFilesystem, mode_of, refuse_surrogates
 from pipeline.sources.formats import FORMATS, formats
 from pipeline.sources.metadata_files import METADATA_NAMES
@@ -245,6 +245,8 @@ def _format_of_folder(given: Given, data: str) -> tuple[Format, list[str]]:
         shown.pop(every[name].replaces, None)
     if compressed and not shown:
         raise _is_compressed(data, compressed[0])
+    if {*shown} == {"parquet", "webdataset"} and _tell_of(given, shown["parquet"], shown["webdataset"]):
+        del shown["parquet"]
     listings = {name: shown.pop(name) for name in list(shown) if every[name].is_listing}
     if not shown:
         files = [file for some in listings.values() for file in some]
@@ -266,9 +268,27 @@ def _format_of_folder(given: Given, data: str) -> tuple[Format, list[str]]:
             f"{data}: holds data of several kinds",
             expected="one kind, or the folder that holds it",
             found="; ".join(f"{kind} ({min(files)})" for kind, files in sorted(shown.items())),
-            fix=alternatives("--format", sorted(shown)),
+            fix=_one_kind(data, shown),
         )
     return every[next(iter(shown))], []
+
+
+def _tell_of(given: Given, tables: Iterable[str], tars: Iterable[str]) -> bool:
+    """Whether tables without pictures lie beside tars of the same names, as img2dataset writes them."""
+    names, parquet = {*map(stem, tars)}, formats()["parquet"]
+    return all(stem(table) in names and not parquet.names(given, table) for table in tables)
+
+
+def _one_kind(data: str, shown: Mapping[str, list[str]]) -> str:
+    """The ways to take one of several kinds: a pattern, which every command takes, where one folder has its files."""
+    ways = []
+    for name, files in sorted(shown.items()):
+        folders, endings = {posixpath.dirname(file) for file in files}, {extension(file) for file in files}
+        pattern = f"--data {shlex.quote(os.path.join(data, *folders, f'*.{max(endings)}'))}"
+        ways.append(
+            pattern if name != Source.format and len(folders) == len(endings) == 1 else f"encode --format {name}"
+        )
+    return " or ".join(ways)
 
 
 @dataclass

@@ -516,7 +516,11 @@ class Parquet(Format):
     endings = ("parquet",)
 
     def names(self, given: Given, file: str) -> str:
-        return "files" if self.source(given, [file]).uses_files else "pictures"
+        if self.source(given, [file]).uses_files:
+            return "files"
+        with suppress(pa.ArrowException, OSError, UserError), given.filesystem.open(file) as data:
+            return "pictures" if any("binary" in str(kind) for kind in ParquetFile(data).schema_arrow.types) else ""
+        return "pictures"  # the error is reported where the rows are read
 
     def source(self, given: Given, files: Iterable[str]) -> Source:
         return ParquetSource(given, files)
