@@ -706,7 +706,8 @@ class AdapterConfig(_Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the values that are dropped before A in training."""
     start: Place | None = None
-    """An export, or a LoRA file of diffusers, whose matrices a new run begins with; null: A drawn, B zero."""
+    """An export, a LoRA file of diffusers or a folder of PEFT, whose matrices a new run begins with; null: A drawn, B
+    zero."""
 
 
 class ControlNetConfig(_Section):

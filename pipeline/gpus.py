@@ -26,7 +26,8 @@ CPU = "cpu"
 @dataclass(frozen=True)
 class Card:
     """part: of the name that torch gives. memory_gib: GiB. bf16_tflops, fp32_tflops: 10^12 operations/s. memory_gbs,
-    link_gbs: 10^9 bytes/s."""
+    link_gbs: 10^9 bytes/s. bf16: False where the compute capability is below 8.0; then `bf16_tflops` is
+    the peak of fp16."""
 
     name: str
     part: str
@@ -35,6 +36,7 @@ class Card:
     fp32_tflops: float
     memory_gbs: float
     link_gbs: float
+    bf16: bool = True
 
     @property
     def memory(self) -> int:
@@ -46,6 +48,10 @@ class Card:
         """False for `CPU`, of which no data sheet gives speeds."""
         return self.name != CPU
 
+    def bears(self, precision: str) -> bool:
+        """False for a value of `train.precision` that the card has no units for."""
+        return self.bf16 or not precision.startswith("bf16")
+
     def tflops(self, precision: str) -> float:
         """The peak in a value of `train.precision`."""
         return self.fp32_tflops if precision == "fp32" else self.bf16_tflops
@@ -54,6 +60,7 @@ class Card:
 CARDS: dict[str, Card] = {
     card.name: card
     for card in (
+        Card("2080-ti", "RTX 2080 Ti", 10.7, 53.8, 13.4, 616, 6, bf16=False),
         Card("3060-ti", "RTX 3060 Ti", 7.7, 32.4, 16.2, 448, 12),
         Card("3060", "RTX 3060", 11.7, 25.5, 12.7, 360, 12),
         Card("3070", "RTX 3070", 7.7, 40.6, 20.3, 448, 12),
@@ -76,9 +83,14 @@ CARDS: dict[str, Card] = {
         Card("5070-ti", "RTX 5070 Ti", 15.4, 87.9, 43.9, 896, 25),
         Card("5080", "RTX 5080", 15.4, 112.6, 56.3, 960, 25),
         Card("5090", "RTX 5090", 31.4, 209.5, 104.8, 1792, 25),
-        Card("t4", "T4", 14.5, 65.0, 8.1, 320, 6),
+        Card("p100", "P100", 15.9, 18.7, 9.3, 732, 6, bf16=False),
+        Card("v100-16", "V100", 15.8, 125.0, 15.7, 900, 150, bf16=False),
+        Card("v100-32", "V100", 31.7, 125.0, 15.7, 900, 150, bf16=False),
+        Card("t4", "T4", 14.5, 65.0, 8.1, 320, 6, bf16=False),
+        Card("a2", "A2", 14.5, 18.0, 4.5, 200, 6),
         Card("a2000", "RTX A2000 12GB", 11.6, 31.9, 8.0, 288, 12),
         Card("a4000", "RTX A4000", 15.6, 76.7, 19.2, 448, 12),
+        Card("a4500", "RTX A4500", 19.7, 94.6, 23.7, 640, 12),
         Card("a5000", "RTX A5000", 23.7, 111.1, 27.8, 768, 12),
         Card("a6000", "RTX A6000", 47.4, 154.8, 38.7, 768, 12),
         Card("6000-ada", "RTX 6000 Ada", 47.5, 364.2, 91.1, 960, 12),
@@ -111,7 +123,8 @@ CARDS: dict[str, Card] = {
 GeForce below the 3090, 4090 and 5090: fp32 and memory rate of NVIDIA's tables of specifications; the 16-bit peak is
 twice fp32, the ratio that the whitepapers give for the largest card of each generation. 3080-12: with 12 GB.
 4060-ti, 5060-ti: with 16 GB.
-t4: the peak is that of fp16; it has no bf16 units (`train.precision: fp16`).
+p100, v100, 2080-ti, t4: compute capability 6.0, 7.0, 7.5, 7.5. p100: with PCIe, 16 GB; it has no tensor
+cores. v100: SXM2.
 a10g (22.06 GiB): AWS's variant of the A10; its peaks as third parties quote them.
 pro-6000 (94.97 GiB): the Workstation Edition, as third parties quote NVIDIA.
 gh200 (94.50 or 94.88 GiB, by the driver): the version with 96 GB.
@@ -122,9 +135,10 @@ gb200 (184.31 GiB): half of a superchip of GB200 NVL72, which has 5 PFLOPS dense
 
 def like(memory: int) -> Card:
     """The card whose speed is assumed where only a memory size (bytes) is given: the slowest of those that are nearest
-    to it, within 1 GiB."""
-    nearest = min(abs(card.memory - memory) for card in CARDS.values())
-    near = [card for card in CARDS.values() if abs(card.memory - memory) <= nearest + GIB]
+    to it, within 1 GiB, and have bf16."""
+    cards = [card for card in CARDS.values() if card.bf16]
+    nearest = min(abs(card.memory - memory) for card in cards)
+    near = [card for card in cards if abs(card.memory - memory) <= nearest + GIB]
     return min(near, key=lambda card: card.bf16_tflops)
 
 

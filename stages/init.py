@@ -395,7 +395,12 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
     data = replace(Data.of(config), samples=made.trained)
     shape = predict.architecture(config, data)
     lines, step = list[str](), None
-    if machine is not None:
+    if machine is not None and not machine.card.bears(config.train.precision):
+        lines.append(
+            f"warning: {machine.card.name} has no bf16, so memory and speed are not predicted "
+            "(--set train.precision=fp32, or another card)"
+        )
+    elif machine is not None:
         search = Search(shape, data, machine, config.bears)
         decided, lines = auto.decide(config, lambda: shape, data, machine, search=search)
         layout_of_run = predict.check(decided.train, shape, data, machine.gpus)

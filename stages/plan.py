@@ -64,6 +64,7 @@ def run(config: Config, options: Options) -> int:
             fix=f"--phase {config.phases[0].name} (of {', '.join(each.name for each in config.phases)})",
         )
     machine = auto.named(options.gpu, options.gpu_memory, options.gpus, options.nodes)
+    predicting.check_precision(config, machine)
     data = Data.of(config, None if snapshot is None else Cache.of(config).open_snapshot(snapshot))
     shape = predicting.architecture(config, data)
     search = Search(shape, data, machine, config.bears)

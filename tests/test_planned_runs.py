@@ -15,6 +15,7 @@ import torch
 import yaml
 
 import stages.encode
+import stages.plan
 import stages.train
 from benchmarks.real_step import RealStep
 from pipeline import gpus
@@ -180,7 +181,7 @@ def test_devices_are_cards_by_name_and_memory() -> None:
     assert gpus.of_name("NVIDIA A100-SXM4-80GB", 85_000_000_000).name == "a100-80"  # type: ignore[union-attr]
     pcie = gpus.of_name("NVIDIA H100 PCIe", 85_000_000_000)
     assert pcie is not None and (pcie.name, pcie.bf16_tflops) == ("h100-pcie", 756.0)
-    assert gpus.of_name("Tesla V100-SXM2-32GB", 1 << 35) is None
+    assert gpus.of_name("NVIDIA GeForce GTX 1080", 1 << 33) is None
     geforce = {"3060": 12, "3060 Ti": 8, "4070 Ti SUPER": 16, "4070 SUPER": 12, "4060 Ti": 16, "5070 Ti": 16}
     for name, gib in geforce.items():
         found = gpus.of_name(f"NVIDIA GeForce RTX {name}", int(gib * 0.97 * 2**30))
@@ -206,10 +207,42 @@ def test_devices_are_cards_by_name_and_memory() -> None:
         ("h100 pcie", "h100-pcie"),
         ("RTX A4000", "a4000"),
         ("RTX A2000 12GB", "a2000"),
+        ("Tesla V100 32GB", "v100-32"),
+        ("v100 16gb", "v100-16"),
+        ("RTX 2080 Ti 11GB", "2080-ti"),
+        ("P100", "p100"),
+        ("RTX A4500", "a4500"),
+        ("A2", "a2"),
     ],
 )
 def test_cards_are_known_by_the_names_that_people_write(name: str, meant: str) -> None:
     assert gpus.card(name).name == meant
+
+
+@pytest.mark.parametrize(
+    ("torchs", "gib", "name"),
+    [
+        ("Tesla V100-SXM2-32GB", 31.7, "v100-32"),
+        ("Tesla V100-PCIE-16GB", 15.8, "v100-16"),
+        ("Tesla P100-PCIE-16GB", 15.9, "p100"),
+        ("NVIDIA GeForce RTX 2080 Ti", 10.7, "2080-ti"),
+        ("NVIDIA RTX A4500", 19.7, "a4500"),
+        ("NVIDIA A2", 14.5, "a2"),
+    ],
+)
+def test_torch_names_a_card(torchs: str, gib: float, name: str) -> None:
+    found = gpus.of_name(torchs, round(gib * 2**30))
+    assert found is not None and found.name == name
+
+
+@pytest.mark.parametrize("card", ["t4", "v100-16", "p100", "2080-ti"])
+@pytest.mark.parametrize(("runs_in", "fix"), [("[bf16,fp32]", "precision=fp32"), ("null", "precision=fp16")])
+def test_plan_predicts_no_bf16_for_a_card_without_it(card: str, runs_in: str, fix: str) -> None:
+    sets = ["train.precision=bf16", "model.weights.id=./none", "model.arch=null", f"model.weights.runs_in={runs_in}"]
+    config = load("sana_1600m_1024", sets)
+    with pytest.raises(UserError, match=fix):
+        stages.plan.run(config, stages.plan.Options(gpu=card))
+    predict.check_precision(load("sana_1600m_1024", ["train.precision=fp32"]), auto.named(card, None, 1))
 
 
 @pytest.mark.parametrize("name", ["4060", "3060 8GB", "4060 ti 8GB", "a100 60GB", "rtx", ""])

@@ -208,6 +208,23 @@ def check(train: TrainConfig, shape: ModelSpec, data: Data, gpus: int) -> Layout
     return layout
 
 
+def check_precision(config: Config, machine: Machine) -> None:
+    """Refuse a precision without units on the card: torch emulates it at a speed that is not predicted.
+
+    Raises:
+        ConfigError: with a precision in which card and weights work.
+    """
+    precision, card = config.train.precision, machine.card
+    if card.bears(precision):
+        return
+    works = next(each for each in ("fp16", "fp32") if each == "fp32" or config.bears(each))
+    raise ConfigError(
+        f"train.precision: {precision} on --gpu {card.name}, which has no bf16 (compute capability below 8.0)",
+        expected="fp32, fp16 where the weights work in it, or a card of compute capability 8.0 or newer",
+        fix=f"--set train.precision={works}",
+    )
+
+
 def uncompiled(train: TrainConfig) -> TrainConfig:
     """Without the compiler: what compiled blocks save is not predicted; it is about as much, or less."""
     return train.model_copy(update={"compile": "none"})
