@@ -233,16 +233,17 @@ class Prefix:
             config._attn_implementation = _ATTENTION
             options = {"after_prefix": self.cache, "use_cache": False}
         try:
-            out = self.model(ids, attention_mask=self.masks(positions), position_ids=positions[None], **options)
+            out = self.model(ids, attention_mask=self.masks(positions, start + length), position_ids=positions[None], **options)
         finally:
             config._attn_implementation = usual
         return out.last_hidden_state
 
-    def masks(self, queries: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Additive masks (1, 1, queries, keys) by layer type; the keys are all positions up to the last query."""
+    def masks(self, queries: torch.Tensor, keys: int) -> dict[str, torch.Tensor]:
+        """Additive masks (1, 1, queries, keys) by layer type, for the first `keys` positions: all up to the last query,
+        which is on the device, where reading it would wait."""
         config: Any = self.model.config
         dtype = next(self.model.parameters()).dtype
-        behind = queries[:, None] - torch.arange(int(queries[-1]) + 1, device=queries.device)
+        behind = queries[:, None] - torch.arange(keys, device=queries.device)
 
         def mask(visible: torch.Tensor) -> torch.Tensor:
             hidden = torch.zeros(visible.shape, dtype=dtype, device=visible.device)

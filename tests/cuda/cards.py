@@ -13,10 +13,12 @@ memory), FAKE_VERDICT=0 (see `site/`).
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,12 +30,27 @@ from tests.cuda.building import ROOT, Installation, set_up
 
 CONSOLE = "import sys; from pipeline.cli import console; console()"
 
+EACH = """
+import json, sys
+from pipeline.cli import main
+from tests.cuda.cards import mark
+codes = {}
+for name, words in json.loads(sys.argv[1]).items():
+    mark("command", name)
+    try:
+        main(words)
+    except SystemExit as ended:
+        codes[name] = ended.code
+print(json.dumps(codes))
+"""
+
 
 class Line(NamedTuple):
-    """Of the log: `words` that a process wrote."""
+    """Of the log: `words` that a thread of a process wrote (thread: pid in the main one)."""
 
     rank: int
     pid: int
+    thread: int
     words: tuple[str, ...]
 
 
@@ -45,13 +62,13 @@ class Log:
     rank R of N on CARD`, `op GROUP NUMBER WHAT COUNT TYPE`, `hang ...`, `mark ...` (see `mark`).
     """
 
-    def __init__(self, lines: list[Line]):
-        self.lines = lines
+    def __init__(self, lines: list[Line], title: tuple[str, ...] = ()):
+        self.lines, self.title = lines, title
 
     @classmethod
     def read(cls, path: Path) -> Log:
         rows = map(str.split, path.read_text(encoding="utf-8").splitlines())
-        return cls([Line(int(row[0]), int(row[1]), tuple(row[2:])) for row in rows])
+        return cls([Line(int(row[0]), int(row[1]), int(row[2]), tuple(row[3:])) for row in rows])
 
     def of(self, *words: str) -> list[Line]:
         """Lines that begin with these words."""
@@ -62,8 +79,10 @@ class Log:
         return [*self.of("wait"), *self.of("copy", "waits")]
 
     def pageable(self) -> list[Line]:
-        """Copies between the card and memory that is not page-locked: the driver waits for them."""
-        return [line for line in self.of("copy") if "pageable" in line.words]
+        """Copies for which the driver waits: between the card and memory that is not page-locked. To the card up to
+        64 KiB go into its queue."""
+        rows = [line for line in self.of("copy") if "pageable" in line.words]
+        return [line for line in rows if line.words[2] == "to_host" or int(line.words[-1]) > 1 << 16]
 
     def refused(self) -> list[Line]:
         return self.of("refused")
@@ -83,12 +102,13 @@ class Log:
             made[group][line.rank].append(tuple(words))
         return made
 
-    def parts(self) -> list[Log]:
-        """The log of each stretch that begins with a mark, in one process's order; without what precedes the first."""
+    def parts(self, word: str | None = None) -> list[Log]:
+        """The stretches that begin with a mark (of this first word), whose words are their titles; without what
+        precedes the first. For the log of one process."""
         made: list[Log] = []
         for line in self.lines:
-            if line.words[0] == "mark":
-                made.append(Log([]))
+            if line.words[0] == "mark" and word in (None, line.words[1]):
+                made.append(Log([], line.words[1:]))
             elif made:
                 made[-1].lines.append(line)
         return made
@@ -97,7 +117,7 @@ class Log:
 def mark(*words: object) -> None:
     """Write a line into this process's log."""
     with open(os.environ["FAKE_LOG"], "a", encoding="utf-8") as log:
-        print(os.environ.get("RANK", "0"), os.getpid(), "mark", *words, file=log)
+        print(os.environ.get("RANK", "0"), os.getpid(), threading.get_native_id(), "mark", *words, file=log)
 
 
 @dataclass(frozen=True)
@@ -161,6 +181,16 @@ def python(
 def sana_pipe(*arguments: object, **settings: object) -> Done:
     """Run a command of the product; settings: of `python`."""
     return python("-c", CONSOLE, *arguments, **settings)  # type: ignore[arg-type]
+
+
+def one_after_the_other(commands: Mapping[str, list[str]], **settings: object) -> dict[str, Log]:
+    """Run commands of the product in one process, which saves starts. All must succeed; the log of each, by its name (a
+    word)."""
+    done = python("-c", EACH, json.dumps(commands), **settings).succeed()  # type: ignore[arg-type]
+    codes = json.loads(done.output.splitlines()[-1])
+    logs = {log.title[1]: log for log in done.log.parts("command")}
+    assert all(code == 0 for code in codes.values()), (codes, done.output[-6000:])
+    return {name: logs[name] for name in commands}
 
 
 def torchrun(processes: int, *arguments: object, cards: int | None = None, **settings: object) -> Done:

@@ -20,7 +20,7 @@ PUBLIC enum owner owner_of(const void *at, int *device);
 PUBLIC int current_card(void);
 PUBLIC int has_context(int device);
 
-// A line of the file FAKE_LOG, after the process's rank and number.
+// A line of the file FAKE_LOG, after the process's rank and number and the thread's.
 PUBLIC void note(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 // A number of the environment.

@@ -72,7 +72,7 @@ void note(const char *format, ...) {
   va_start(arguments, format);
   vsnprintf(line, sizeof line, format, arguments);
   va_end(arguments);
-  fprintf(log, "%s %d %s\n", getenv("RANK") ? getenv("RANK") : "0", getpid(), line);
+  fprintf(log, "%s %d %d %s\n", getenv("RANK") ? getenv("RANK") : "0", getpid(), gettid(), line);
 }
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
