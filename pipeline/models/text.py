@@ -233,7 +233,8 @@ class Prefix:
             config._attn_implementation = _ATTENTION
             options = {"after_prefix": self.cache, "use_cache": False}
         try:
-            out = self.model(ids, attention_mask=self.masks(positions, start + length), position_ids=positions[None], **options)
+            masks = self.masks(positions, start + length)
+            out = self.model(ids, attention_mask=masks, position_ids=positions[None], **options)
         finally:
             config._attn_implementation = usual
         return out.last_hidden_state

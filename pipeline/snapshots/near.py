@@ -1,8 +1,8 @@
 """Groups of near-duplicate pictures from their perceptual hashes, for `bucket.dedup: near`.
 
 What: two pictures are near if the hash of one, as it is or mirrored, differs from that of the other or of its inner
-part in at most `distance` of 128 bits, and their colours are alike: up to a common factor (of brightness or
-saturation) the mean chroma of no cell differs by more than `COLOURS`. `groups` joins all such pairs, exactly.
+part in at most `distance` of 128 bits, and the mean chroma of no cell by more than `COLOURS`, up to a common factor.
+`groups` joins all such pairs, exactly.
 How: cut into words, two near hashes have one word that differs in at most its share of the distance, and so do the 64
 bits from there on (Qin and Xiao, Pigeonring, VLDB 2018). So for each word the hashes are sorted from it on, and each
 range of equal prefixes is compared with the ranges whose prefix differs in that few bits.

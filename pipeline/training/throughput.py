@@ -103,7 +103,7 @@ class Throughput:
             replaced: this process's samples since the start that are substitutes for unreadable ones.
         """
         window = self._window
-        loss, norm = _mean(window.losses), _mean(window.norms) if window.norms else None
+        loss, norm = mean_of(window.losses), mean_of(window.norms) if window.norms else None
         elapsed = time.perf_counter() - window.began
         counts = [window.padded, replaced, window.tokens, window.flops, window.waited / elapsed]
         read = counters.totals()["read_bytes"] - self._read_before
@@ -132,8 +132,8 @@ class Throughput:
 
 
 def _means(parts: list[Mapping[str, Tensor]]) -> dict[str, float]:
-    return {name: _mean([each[name] for each in parts]) for name in parts[0]}
+    return {name: mean_of([each[name] for each in parts]) for name in parts[0]}
 
 
-def _mean(scalars: list[Tensor]) -> float:
+def mean_of(scalars: list[Tensor]) -> float:
     return float(torch.stack(scalars).double().mean())
