@@ -3,9 +3,8 @@
 What: two pictures are near if the hash of one, as it is or mirrored, differs from that of the other or of its inner
 part in at most `distance` of 128 bits, and the mean chroma of no cell by more than `COLOURS`, up to a common factor.
 `groups` joins all such pairs, exactly.
-How: cut into words, two near hashes have one word that differs in at most its share of the distance, and so do the 64
-bits from there on (Qin and Xiao, Pigeonring, VLDB 2018). So for each word the hashes are sorted from it on, and each
-range of equal prefixes is compared with the ranges whose prefix differs in that few bits.
+How: of words cut from two near hashes one, and the 64 bits from it on, differ in at most their share of the distance
+(Pigeonring, VLDB 2018). Sorted from each word on, ranges of prefixes that are that near are compared.
 Price: 310 bytes of memory a picture (3.1 GB and 800 s for 10^7). Time grows with their square, divided by up to 65,536.
 """
 
