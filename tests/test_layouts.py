@@ -309,7 +309,10 @@ def test_the_tables_of_links_beside_tars_are_no_second_kind_and_the_fix_for_two_
         with pytest.raises(UserError, match=naming("*.tar", "*.parquet")) as error:
             open_source(str(tmp_path / "tars"), DataConfig())
         (tmp_path / "tars" / name).rename(tmp_path / "tars/train-0.parquet")
-    assert [open_source(shlex.split(way)[1], DataConfig()).format for way in str(error.value.fix).split(" or ")] == [
+    assert [
+        open_source(shlex.split(way)[1], DataConfig()).format
+        for way in str(error.value.fix).partition(": ")[2].split(" or ")
+    ] == [
         "parquet",
         "webdataset",
     ]

@@ -979,7 +979,9 @@ def test_a_folder_of_several_kinds_is_a_choice_at_any_depth_and_the_rest_is_name
     mixed(tmp_path, case)
     with pytest.raises(UserError, match=naming("new/deep/0.jpg", file)) as caught:
         opened(tmp_path)
-    assert caught.value.fix == " or ".join(f"--format {kind}" for kind in sorted({"folder", format}))
+    assert str(caught.value.fix).partition(";")[0] == " or ".join(
+        f"--format {kind}" for kind in sorted({"folder", format})
+    )
     source = opened(tmp_path, "folder")
     assert set(listed(source)[0]) == {"new/deep/0.jpg"}
     assert file.rpartition("/")[2] in str(source.ignored.examples)
@@ -1056,7 +1058,7 @@ def test_a_new_format_is_one_file_and_one_line_of_the_registry(tmp_path: Path, m
     (tmp_path / "folder" / "1.jpg").write_bytes(JPEG)
     with pytest.raises(UserError, match=naming("0.zip")) as caught:
         opened(tmp_path)
-    assert caught.value.fix == "--format folder or --format zip"
+    assert "--format folder or --format zip; " in str(caught.value.fix)
     assert opened(tmp_path, "zip").left_out.counts == {".jpg file": 1}
     with pytest.raises(UserError, match=naming(tmp_path / "none")) as caught:
         opened(tmp_path / "none")

@@ -280,15 +280,15 @@ def _tell_of(given: Given, tables: Iterable[str], tars: Iterable[str]) -> bool:
 
 
 def _one_kind(data: str, shown: Mapping[str, list[str]]) -> str:
-    """The ways to take one of several kinds: a pattern, which every command takes, where one folder has its files."""
-    ways = []
+    """The ways to take one of several kinds; for `init`, which has no `--format`, patterns of files of one folder."""
+    patterns = []
     for name, files in sorted(shown.items()):
         folders, endings = {posixpath.dirname(file) for file in files}, {extension(file) for file in files}
-        pattern = f"--data {shlex.quote(os.path.join(data, *folders, f'*.{max(endings)}'))}"
-        ways.append(
-            pattern if name != Source.format and len(folders) == len(endings) == 1 else f"encode --format {name}"
-        )
-    return " or ".join(ways)
+        if len(folders) == 1 and len(endings) == 1 and endings <= {*formats()[name].endings}:
+            pattern = os.path.join(data, *folders, f"*.{max(endings)}")
+            patterns.append(f"--data {shlex.quote(pattern)}")
+    of_init = f"; init, which has no --format: {' or '.join(patterns)}" if patterns else ""
+    return alternatives("--format", sorted(shown)) + of_init
 
 
 @dataclass
