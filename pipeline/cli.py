@@ -184,10 +184,10 @@ class _Given:
             return None
         if self.path is None and file.parent == SHIPPED.absolute():
             above = next((folder for folder in here.parents if (folder / LOCAL_NAME).is_file()), None)
-            enter = "" if above is None else f"; {above} has one: {shell_line('cd', str(above))}"
+            enter = "" if above is None else f"; {above} has one: cd {shlex.quote(str(above))}"
             return f"there is no {LOCAL_NAME} in {here}, so the shipped {file.stem} is used{enter}"
         if not cache.exists() and not cache.is_absolute() and (file.parent / cache).is_dir():
-            enter = shell_line("cd", str(file.parent))
+            enter = f"cd {shlex.quote(str(file.parent))}"
             return f"{cache} was searched in {here}, and lies in {file.parent}, the folder of {file.name}: {enter}"
         return None
 

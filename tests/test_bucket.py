@@ -6,8 +6,10 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -380,6 +382,17 @@ def test_a_process_that_forks_after_a_filter_has_a_child_that_ends() -> None:
 def test_the_engines_memory_is_limited() -> None:
     limit = filters.engine().execute("SELECT current_setting('memory_limit')").fetchone()
     assert limit == ("1.0 GiB",)
+
+
+def test_an_interrupt_ends_a_filter_as_it_ends_python() -> None:
+    """DuckDB turns it into a RuntimeError, which would be reported as a fault of the product."""
+    rule = filters.Filter("levenshtein(item, reverse(item)) > 3", "bucket.filter")
+    batch = pa.table({"item": [f"{number:0200}" for number in range(6000)], "meta": ["{}"] * 6000})
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        filters.select([rule], batch, "photos", {})
+        timer.join()
 
 
 def test_no_filter_reads_a_file() -> None:

@@ -31,6 +31,7 @@ def test_an_error_names_the_folder_that_has_the_configuration(
     failed(*command, "--config", "../sana-pipe.yaml")
     printed = capsys.readouterr().err
     assert f"cd {tmp_path}" in printed and str(tmp_path / "below") in printed
+    assert "sana-pipe cd" not in printed
 
 
 def test_the_number_of_the_longest_bar_fits() -> None:

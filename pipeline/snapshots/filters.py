@@ -304,6 +304,10 @@ def select(
                     found=escaped("; ".join([str(error).splitlines()[0], *_described(rule, types)])),
                     fix=_cast(str(error)),
                 ) from None
+            except RuntimeError as error:  # DuckDB's, in place of what the handler of a signal raised
+                if "interrupted" not in str(error):
+                    raise
+                raise KeyboardInterrupt from None
             if kind.upper().strip('"') not in ("BOOLEAN", "BOOL"):
                 raise rule.wrong("is no condition", fix="add a comparison, such as width >= 512")
             results.append((np.ma.filled(values, False).astype(bool), np.ma.getmaskarray(values)))
