@@ -39,8 +39,8 @@ def quiet_steps(log: Log) -> list[Log]:
 
 
 def test_a_step_waits_once_and_copies_no_pageable_memory(words: Words, tmp_path: Path) -> None:
-    """Edits: `batch.mask.any().item()` in `Flow.prepare`; a batch that is not pinned (`Batch.pin` returns itself); a
-    `torch.tensor(..., device=...)` in the step."""
+    """Edits: `mask.sum().item()` of the placed mask in `Flow.prepare`; a batch that is not pinned; in the step, a
+    `torch.tensor` of more than 64 KiB that is sent to the card."""
     usual = ("train.steps=7", "train.log_every=100")
     commands = {
         name: words("train", *usual, f"train.output={tmp_path / name}", *options) for name, options in VARIANTS.items()
