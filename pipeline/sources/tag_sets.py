@@ -18,28 +18,29 @@ MAX_WORDS = 8
 """Words of a tag; a longer part between commas is a sentence's."""
 
 
-_COMMAS = re.compile(r"[,，、]")
+_COMMAS, _SEMICOLONS = re.compile(r"[,，、]"), re.compile(r"(?<=\w)[;；]")  # not those of tags such as ;)
 _ARTICLES = {"a", "an", "the"}
 _SENTENCE_WORDS = {*_ARTICLES, "is", "are", "of", "on", "in", "at", "with", "and", "to", "by", "from"}
 
 
 def tags_of(caption: str) -> list[str]:
-    """The tags between commas (also full-width ones), in lines, or between spaces where words are joined by underscores
-    (Danbooru's tag strings); [] of a caption that is no list: one tag, a part of more than `MAX_WORDS` words, several
-    lines that are captions, or a full stop at the end."""
+    """The tags between commas (also full-width ones), between semicolons where there is no comma, in lines, or between
+    spaces where words are joined by underscores (Danbooru's tag strings); [] of a caption that is no list: one tag, a
+    part of more than `MAX_WORDS` words, several lines that are captions, or a full stop at the end."""
     lines = [line.strip() for line in caption.splitlines() if line.strip()]
-    if not lines or lines[-1].endswith((".", "。")) or not _are_tags(lines):
+    separator = _COMMAS if _COMMAS.search(caption) else _SEMICOLONS
+    if not lines or lines[-1].endswith((".", "。")) or not _are_tags(lines, separator):
         return []
-    parts = [tag for line in lines for part in _COMMAS.split(line) if (tag := part.strip())]
+    parts = [tag for line in lines for part in separator.split(line) if (tag := part.strip())]
     tags = [tag for part in parts for tag in (part.split() if _is_tag_string(part) else [part])]
     return tags if len(tags) > 1 and max(len(tag.split()) for tag in tags) <= MAX_WORDS else []
 
 
-def _are_tags(lines: list[str]) -> bool:
+def _are_tags(lines: list[str], separator: re.Pattern[str]) -> bool:
     """Whether several lines are a tag each, or a list that goes on in the next line."""
-    if all(_COMMAS.fullmatch(line[-1]) for line in lines[:-1]):
+    if all(separator.split(line)[-1] == "" for line in lines[:-1]):
         return True
-    return not any(_COMMAS.search(line) for line in lines) and _ARTICLES.isdisjoint(" ".join(lines).lower().split())
+    return not any(separator.search(line) for line in lines) and _ARTICLES.isdisjoint(" ".join(lines).lower().split())
 
 
 def _is_tag_string(part: str) -> bool:
