@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -20,6 +20,7 @@ from pipeline.cache.findings import fix_of_head
 from pipeline.cache.snapshot import Head
 from pipeline.config import Config, setting
 from pipeline.errors import CacheError, IntegrityError, escaped
+from pipeline.reporting.further_figures import mask_notes
 from pipeline.snapshots import packing
 from pipeline.snapshots.inputs import caches_of, read_inputs
 from pipeline.snapshots.making import made_again, make
@@ -68,8 +69,11 @@ def run(
     report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
     made, heldout_made = make(config, inputs, _comparing)
     joined = made.joined
-    report["notes"] = joined.notes
+    report["notes"] = list(joined.notes)
     report |= publish(made, inputs, dry_run, name, move)
+    if report["snapshot"]:
+        with suppress(CacheError):  # `verify` names what is damaged
+            report["notes"] += mask_notes(cache.open_snapshot(report["snapshot"]))
     if heldout_made is not None:
         report["heldout"] = publish(heldout_made, inputs, dry_run, heldout_name, move, latest=False)
     if joined.examples:

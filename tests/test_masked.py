@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
+import stages.bucket
+import stages.encode
 from pipeline.config import FlowConfig, MaskConfig, PreserveConfig
 from pipeline.errors import ConfigError
 from pipeline.images import decoding, pillow_decoder
@@ -98,6 +102,28 @@ def test_masks_of_classes_and_colours_are_refused_in_words() -> None:
         picture.save(sink, "PNG")
         with pytest.raises(decoding.ImageReject, match=word):
             recipe.pixels(sink.getvalue(), (64, 64), 10**6, 10**9)
+
+
+def test_bucket_counts_masks_that_say_nothing(
+    make_config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a picture without a mask nothing is said."""
+    data = tmp_path / "data"
+    data.mkdir()
+    ramp = np.tile(np.linspace(0, 255, 96, dtype=np.uint8), (96, 1))
+    masks = {"good": ramp, "white": ramp * 0 + 255, "black": ramp * 0, "dim": ramp // 3, "none": None}
+    for number, (name, mask) in enumerate(masks.items()):
+        Image.fromarray(np.stack([ramp.T, ramp, ramp * 0 + number], 2)).save(data / f"{name}.png")
+        (data / f"{name}.txt").write_text("a cat")
+        if mask is not None:
+            Image.fromarray(mask).save(data / f"{name}.mask.png")
+    config = make_config(tmp_path, "data.pictures.mask={suffix: .mask, required: false}")
+    stages.encode.run(config, str(data))
+    capsys.readouterr()
+    stages.bucket.run(config, as_json=True)
+    same_everywhere, dim = json.loads(capsys.readouterr().out)["notes"]
+    assert "2 of 4 masks" in same_everywhere and {"white.png", "black.png"} <= set(re.split(r"[ ,;]+", same_everywhere))
+    assert "1 of 4 masks" in dim and "dim.png" in dim
 
 
 def test_masked_cells_have_no_gradient_and_do_not_change_the_loss() -> None:

@@ -168,8 +168,8 @@ def test_a_great_mistake_ends_the_run_in_either_dtype(
         monkeypatch.setattr(module, "Prefix", lambda model, ids: make(model, wrong))
     elif mistake == "mask":  # new tokens see each other and nothing before them
 
-        def forgetful(self: Any, queries: torch.Tensor) -> dict[str, torch.Tensor]:
-            made = masks(self, queries)
+        def forgetful(self: Any, queries: torch.Tensor, keys: int) -> dict[str, torch.Tensor]:
+            made = masks(self, queries, keys)
             for mask in made.values():
                 mask[..., : int(queries[0])] = torch.finfo(mask.dtype).min
             return made
@@ -177,8 +177,8 @@ def test_a_great_mistake_ends_the_run_in_either_dtype(
         monkeypatch.setattr(module.Prefix, "masks", forgetful)
     else:  # every token sees every other
 
-        def open_to_all(self: Any, queries: torch.Tensor) -> dict[str, torch.Tensor]:
-            made = masks(self, queries)
+        def open_to_all(self: Any, queries: torch.Tensor, keys: int) -> dict[str, torch.Tensor]:
+            made = masks(self, queries, keys)
             return {kind: torch.zeros_like(mask) for kind, mask in made.items()}
 
         monkeypatch.setattr(module.Prefix, "masks", open_to_all)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -10,13 +11,15 @@ import numpy as np
 from pipeline.cache.prompts import spread
 from pipeline.cache.scan_table import ABSENT
 from pipeline.cache.snapshot import Snapshot, picture_keys
-from pipeline.errors import CacheError
+from pipeline.errors import CacheError, escaped
 from pipeline.signals import PictureSignal
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.mask import MaskRecipe
 
 MASKS = 1000
 """Limit on the masks that are read: some 2 KiB each at 1024 px."""
+LOOKED_AT = 200
+"""Masks that `bucket` looks at."""
 EXAMPLES = 4
 
 
@@ -59,7 +62,41 @@ def further_figures(snapshot: Snapshot) -> dict[str, Any] | None:
 
 def _learned(snapshot: Snapshot) -> dict[str, Any]:
     """Mean of the masks of evenly spaced samples."""
-    rows, reader = spread(len(snapshot), min(MASKS, len(snapshot))), snapshot.reader(MaskRecipe.kind)
-    bits = (snapshot.picture(snapshot.sample(row), MaskRecipe.kind, reader) for row in rows)
-    shares = [float((mask.astype(np.uint32) << 16).view(np.float32).mean()) for mask in bits]
-    return {"read": len(rows), "mean": float(np.mean(shares))}
+    shares = [float(mask.mean()) for _, mask in _masks(snapshot, MASKS)]
+    return {"read": len(shares), "mean": float(np.mean(shares))}
+
+
+def _masks(snapshot: Snapshot, most: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Row and mask, fp32 (1, H/f, W/f), of at most so many evenly spaced samples; of those without a mask, 1."""
+    reader = snapshot.reader(MaskRecipe.kind)
+    for row in spread(len(snapshot), min(most, len(snapshot))):
+        bits = snapshot.picture(snapshot.sample(row), MaskRecipe.kind, reader)
+        yield row, (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def mask_notes(snapshot: Snapshot) -> Iterator[str]:
+    """What is odd about the masks of a snapshot, of `LOOKED_AT` evenly spaced samples: masks that are the same
+    everywhere, and masks that are nowhere brighter than half. Samples without a mask do not count."""
+    recipe = snapshot.pictures.get(MaskRecipe.kind)
+    if not isinstance(recipe, MaskRecipe) or recipe.made:  # an opaque picture has no shape
+        return
+    absent = [recipe.key(ABSENT, bucket.height, bucket.width) for bucket in snapshot.buckets]
+    odd: dict[str, list[int]] = {"the same everywhere": [], "nowhere brighter than half": []}
+    read = 0
+    for row, mask in _masks(snapshot, LOOKED_AT):
+        sample = snapshot.sample(row)
+        if sample.pictures[MaskRecipe.kind].key == absent[sample.bucket]:
+            continue
+        read += 1
+        if mask.min() == mask.max():
+            odd["the same everywhere"].append(row)
+        elif mask.max() <= 0.5:
+            odd["nowhere brighter than half"].append(row)
+    for what, rows in odd.items():
+        if rows:
+            names = ", ".join(escaped(snapshot.source_item(row)[1]) for row in rows[:EXAMPLES])
+            more = ", ..." if len(rows) > EXAMPLES else ""
+            yield (
+                f"{len(rows)} of {read} masks that were looked at are {what}: {names}{more}; "
+                "white is learned, black is not (sana-pipe view NAME shows a mask)"
+            )
