@@ -21,6 +21,7 @@ from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Time, by_share
 from pipeline.planning.predict import Data, Machine, Prediction
 from pipeline.planning.search import Candidate, NothingFitsError, Search
+from pipeline.training.inputs import unused_records
 from pipeline.training.remedies import flags
 
 
@@ -65,7 +66,10 @@ def run(config: Config, options: Options) -> int:
         )
     machine = auto.named(options.gpu, options.gpu_memory, options.gpus, options.nodes)
     predicting.check_precision(config, machine)
-    data = Data.of(config, None if snapshot is None else Cache.of(config).open_snapshot(snapshot))
+    opened = None if snapshot is None else Cache.of(config).open_snapshot(snapshot)
+    for note in () if opened is None else unused_records(config, opened):
+        click.echo(note, err=True)
+    data = Data.of(config, opened)
     shape = predicting.architecture(config, data)
     search = Search(shape, data, machine, config.bears)
     try:

@@ -25,6 +25,7 @@ from PIL import Image
 import stages.bucket
 import stages.encode
 import stages.pack
+import stages.plan
 import stages.report
 import stages.verify
 import stages.view
@@ -568,12 +569,18 @@ def test_settings_that_do_not_go_together(samples: Samples, make_config: MakeCon
         stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.column=edges"), data)
 
 
-def test_further_pictures_that_a_training_does_not_use_are_noted(made: Path, make_config: MakeConfig) -> None:
+def test_further_pictures_that_a_training_does_not_use_are_noted(
+    made: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     for options, unused in (([], {"mask", "control"}), (["train.mask={}"], {"control"})):
         config, lines = configured(make_config, made, *options), list[str]()
         cache = Cache.of(config)
         find_inputs(config, cache, cache.open_snapshot(), None, lines.append)
         assert {kind for kind in ("mask", "control") if any(f"has {kind} records" in line for line in lines)} == unused
+        capsys.readouterr()
+        stages.plan.run(config, stages.plan.Options(gpu="4090", snapshot="latest"))
+        noted = capsys.readouterr().err
+        assert {kind for kind in ("mask", "control") if f"has {kind} records" in noted} == unused
 
 
 def test_view_shows_further_pictures(

@@ -6,7 +6,7 @@ of them the `TrainingTask` that the trainer is handed, so that the rest of this 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -76,15 +76,21 @@ _UNUSED = {"mask": "--set 'train.mask={}'", "control": "train.controlnet (docs/g
 """Records that somebody made for a training, and the setting that uses them."""
 
 
+def unused_records(config: Config, snapshot: Snapshot) -> Iterator[str]:
+    """Notes on masks and controls of a snapshot that the configuration's training does not use."""
+    asked = recipe_of(config.train).pictures
+    for kind, option in _UNUSED.items():
+        if kind in snapshot.pictures and kind not in asked:
+            yield f"note: the snapshot has {kind} records, and this run does not use them; {option} does"
+
+
 def find_inputs(
     config: Config, cache: Cache, snapshot: Snapshot, resumed: checkpoint.Resumed | None, log: Log
 ) -> tuple[Config, Inputs]:
     """The inputs of a run, and its configuration with their ids. A resumed run keeps its choice."""
     kept = None if resumed is None or resumed.begins else resumed
-    asked = recipe_of(config.train).pictures
-    for kind, option in _UNUSED.items():
-        if kind in snapshot.pictures and kind not in asked:
-            log(f"note: the snapshot has {kind} records, and this run does not use them; {option} does")
+    for note in unused_records(config, snapshot):
+        log(note)
     config, part = _heldout(config, cache, snapshot, kept, log)
     config, old = _old_heldout(config, cache, part, resumed, log)
     config, prompts = _prompts(config, cache, snapshot, kept, part, log)
