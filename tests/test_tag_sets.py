@@ -78,6 +78,13 @@ def test_sentences_are_no_tags() -> None:
     assert tags_of(f"a , b,, {long[:-5]}") == ["a", "b", long[:-5]]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_texts_that_the_trigger_word_makes_equal_have_the_larger_weight(order: int) -> None:
+    candidates = [CaptionCandidate("[trigger] on grass", 3.0), CaptionCandidate("{trigger} on grass", 1.0)][::order]
+    captions, never = CaptionRule(DataConfig(caption_prefix="sks, ")).weigh(candidates, "a.png", "s")
+    assert captions == (("sks on grass", 3.0),) and never == 0
+
+
 def test_a_list_and_its_variants_share_its_weight() -> None:
     rule = CaptionRule(DataConfig(tags=FOUR, caption_prefix="sks, "))
     plain = CaptionRule(DataConfig(caption_prefix="sks, "))

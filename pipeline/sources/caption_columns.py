@@ -318,7 +318,10 @@ class CaptionRule:
                 weights[candidate.text] = max(weight, weights.get(candidate.text, 0.0))
         drawn = self._with_variants(weights, key, source) if self.config.tags else weights
         before, after = self.config.caption_prefix, self.config.caption_suffix
-        captions = {f"{with_prefix(text, before)}{after}": weight for text, weight in drawn.items()}
+        captions = dict[str, float]()  # texts that are equal once a place has the trigger word count as any equal texts
+        for text, weight in drawn.items():
+            made = f"{with_prefix(text, before)}{after}"
+            captions[made] = max(weight, captions.get(made, 0.0))
         return tuple(captions.items()), len({candidate.text for candidate in candidates} - set(weights))
 
     def _with_variants(self, weights: dict[str, float], key: str, source: str) -> dict[str, float]:

@@ -344,7 +344,7 @@ def complete(root: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Of a published checkpoint."""
+    """The step of a published checkpoint."""
     return int(path.name.removeprefix("step-"))
 
 

@@ -46,7 +46,7 @@ print(json.dumps(codes))
 
 
 class Line(NamedTuple):
-    """Of the log: `words` that a thread of a process wrote (thread: pid in the main one)."""
+    """A line of the log: `words` that a thread of a process wrote (thread: pid in the main one)."""
 
     rank: int
     pid: int

@@ -177,7 +177,7 @@ def test_all_processes_issue_the_same_collectives_in_the_same_order(ran: dict[st
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_step_of_each_strategy_waits_once_and_copies_no_pageable_memory(ran: dict[str, Ran], name: str) -> None:
-    """Edit: `batch.mask.any().item()` in `Flow.prepare`."""
+    """Edit: `batches[0].mask.cuda().any().item()` in `TrainStep.__call__`."""
     for rank, log in ran[name].by_rank.items():
         steps = between(log, "number")
         assert list(steps) == [str(step) for step in range(1, STEPS + 1)]
