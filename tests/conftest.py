@@ -86,6 +86,14 @@ def seeded() -> None:
         torch.default_generator.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    """Graphs of a test do not count against dynamo's limit in the tests after it."""
+    yield
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
     """`made_once(name, make)`: a folder filled by `make(folder)` in one of the processes that share the tests."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ from tests.support.runs import fit_tiny
 from tests.support.workers import tiny_run
 
 KINDS = [{"kind": "lora", "targets": "attention"}, {"kind": "dora", "targets": "all"}, {"targets": ["to_k", "to_v"]}]
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def settings(adapter: dict[str, Any], **train: Any) -> Config:

@@ -26,12 +26,10 @@ STEPS = (0, 1, 0)  # two shapes, taken in turn
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """Graphs and limits of one test are none of the next one's."""
+    """Limits of a test are not those of the next."""
     before = torch._dynamo.config.recompile_limit, torch.get_num_threads()
-    torch._dynamo.reset()
     torch.set_num_threads(1)
     yield
-    torch._dynamo.reset()
     torch._dynamo.config.recompile_limit = before[0]
     torch.set_num_threads(before[1])
 

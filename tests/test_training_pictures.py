@@ -174,10 +174,8 @@ def test_dropout_is_off_and_blocks_run_uncompiled(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(
         "pipeline.parallel.parallelize.compile_blocks", lambda blocks, backend: compile_blocks(blocks, counter)
     )
-    torch._dynamo.reset()
     config = settings(tmp_path / "run", 1, compile="block", compile_backend="eager")
     run(config)
-    torch._dynamo.reset()
     assert counter.frame_count == 1
     weights = load_model_state(tmp_path / "run/checkpoints/step-00000001")[1]
     assert distance(drawn(tmp_path / "run", 1)[0], plain(config, weights)) <= 1e-5

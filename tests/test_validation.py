@@ -178,10 +178,8 @@ def test_no_graph_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         "pipeline.parallel.parallelize.compile_blocks", lambda blocks, backend: compile_blocks(blocks, counter)
     )
-    torch._dynamo.reset()
     config = settings(tmp_path / "run", 2, compile="block", compile_backend="eager")
     run(config)
-    torch._dynamo.reset()
     assert (counter.frame_count, len(rows(config))) == (1, 3)
 
 
