@@ -26,7 +26,6 @@ from pipeline.models.adapters.lora import DoRA, LoRA
 from pipeline.models.sana_config import SanaConfig, deinterleave, interleave
 from tests.support.messages import naming
 
-peft = pytest.importorskip("peft")
 ROOT = Path(__file__).resolve().parents[1]
 
 ALL = [f"attn{n}.{part}" for n in (1, 2) for part in ("to_q", "to_k", "to_v", "to_out.0")]
@@ -47,6 +46,12 @@ SHAPE = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def peft() -> None:
+    """Not imported above: each process that collects the tests would take four seconds for it."""
+    pytest.importorskip("peft")
+
+
 def plain() -> Any:
     from diffusers import SanaTransformer2DModel
 
@@ -65,7 +70,9 @@ class Adapted:
     """A model with trained layers of peft, and its matrices as a checkpoint has them."""
 
     def __init__(self, targets: list[str], rank: int, alpha: float, dora: bool):
-        settings = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, use_dora=dora)
+        from peft import LoraConfig
+
+        settings = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, use_dora=dora)
         self.rank, self.dora = rank, dora
         self.model, self.scaling, self.spec = (
             plain(),

@@ -85,6 +85,14 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture(scope="module")
+def six(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of six pictures, for commands that write nothing."""
+    place = tmp_path_factory.mktemp("six") / "cache"
+    add(config(place), "one", pictures(6))
+    return place
+
+
 # ---------------------------------------------------------------- joining
 
 
@@ -338,16 +346,13 @@ def test_a_similar_column_is_spelled_as_a_condition_has_it() -> None:
         ("-" * 100_000 + "1", "has 100,001 characters"),
     ],
 )
-def test_a_wrong_filter_says_what_is_wrong(root: Path, expression: str, named: str) -> None:
-    add(config(root), "one", pictures(6))
-    before = files(root)
+def test_a_wrong_filter_says_what_is_wrong(six: Path, expression: str, named: str) -> None:
+    before, given = files(six), config(six)
     with pytest.raises(UserError) as caught:
-        stages.bucket.run(
-            config(root).model_copy(update={"bucket": config(root).bucket.model_copy(update={"filter": expression})})
-        )
+        stages.bucket.run(given.model_copy(update={"bucket": given.bucket.model_copy(update={"filter": expression})}))
     assert named in str(caught.value)
     assert "bucket.filter" in str(caught.value)
-    assert files(root) == before
+    assert files(six) == before
 
 
 def test_an_odd_value_is_missing_and_named_with_its_item(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

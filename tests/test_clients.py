@@ -1,4 +1,7 @@
-"""Other programs read a cache: its shards as webdataset's clients, its tables as readers of Parquet and Arrow."""
+"""Other programs read a cache: its shards as webdataset's clients, its tables as readers of Parquet and Arrow.
+
+They are imported where they are called: each process that collects the tests would import them.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
-import duckdb
 import numpy as np
-import pandas
-import polars
 import pyarrow as pa
 import pytest
-import webdataset
-import wids
 
 import stages.bucket
 import stages.pack
@@ -40,11 +37,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
 
 
 def by_webdataset(shards: list[str]) -> list[dict[str, Any]]:
+    import webdataset
+
     return list(webdataset.WebDataset(shards, shardshuffle=False, empty_check=False))
 
 
 def by_wids(shards: list[str]) -> list[dict[str, Any]]:
-    opened = [wids.wids.IndexedTarSamples(path=shard) for shard in shards]
+    from wids.wids import IndexedTarSamples
+
+    opened = [IndexedTarSamples(path=shard) for shard in shards]
     samples = [samples[number] for samples in opened for number in range(len(samples))]
     return [
         {name.removeprefix("."): value.read() if name[0] == "." else value for name, value in sample.items()}
@@ -53,6 +54,8 @@ def by_wids(shards: list[str]) -> list[dict[str, Any]]:
 
 
 def by_datasets(shards: list[str]) -> list[dict[str, Any]]:
+    import datasets
+
     return list(datasets.load_dataset("webdataset", data_files={"train": shards}, split="train", streaming=True))
 
 
@@ -110,16 +113,26 @@ def test_joint_shards_of_different_numbers_of_captions_open_as_the_page_says(
 
 
 def by_duckdb(path: Path) -> int:
+    import duckdb
+
     if path.suffix == ".parquet":
         return len(duckdb.sql(f"select * from '{path}'").fetchall())
     return len(duckdb.from_arrow(pa.ipc.open_file(path).read_all()).fetchall())
 
 
-READERS: dict[str, Callable[[Path], int]] = {
-    "pandas": lambda path: len((pandas.read_parquet if path.suffix == ".parquet" else pandas.read_feather)(path)),
-    "polars": lambda path: len((polars.read_parquet if path.suffix == ".parquet" else polars.read_ipc)(path)),
-    "duckdb": by_duckdb,
-}
+def by_pandas(path: Path) -> int:
+    import pandas
+
+    return len((pandas.read_parquet if path.suffix == ".parquet" else pandas.read_feather)(path))
+
+
+def by_polars(path: Path) -> int:
+    import polars
+
+    return len((polars.read_parquet if path.suffix == ".parquet" else polars.read_ipc)(path))
+
+
+READERS: dict[str, Callable[[Path], int]] = {"pandas": by_pandas, "polars": by_polars, "duckdb": by_duckdb}
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -29,7 +29,6 @@ from pipeline.planning.trace import Shape, Traced, block_numbers, trace
 from stages import plan
 from tests.support.forked import Forked, succeed
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
-from tests.support.parameters import first_quick
 from tests.support.sana_shapes import SHAPES
 
 
@@ -82,13 +81,14 @@ def of_fp32() -> float:
     return trace(NARROW, TrainConfig.model_validate({**COMPUTE, "precision": "fp32"}), ALONE, SHAPE, on_gpu=False).total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "train",
-    first_quick(
+    [
         {"precision": "bf16_pure", "optim": {"name": "came", "betas": None, "eps": None}},
         {"optim": {"name": "adamw8bit", "betas": None, "eps": None}},
         {"activation_compression": "int8", "activation_checkpointing": "none"},
-    ),
+    ],
     ids=["came-bf16_pure", "adamw8bit", "int8"],
 )
 def test_a_prediction_changes_nothing_in_the_run_after_it(train: dict[str, Any]) -> None:
