@@ -24,7 +24,7 @@ from pipeline.cli import INTERRUPTED, cli, main
 from pipeline.config import OptimConfig
 from pipeline.errors import EXIT_CODES, CacheError, IntegrityError, UserError
 from tests.support.command_lines import dry_run, words_of
-from tests.support.import_graph import imports, module_name, parsed
+from tests.support.import_graph import imports, module_name, nodes
 from tests.support.messages import naming
 from tests.support.waiting import until
 
@@ -661,7 +661,7 @@ def test_the_table_names_the_codes_that_a_command_can_give() -> None:
     root = Path(pipeline.__file__).parent.parent
     modules = {module_name(path, root): path for path in [*root.glob("pipeline/**/*.py"), *root.glob("stages/*.py")]}
     targets = {module: [target for _, target in imports(path, root)] for module, path in modules.items()}
-    parsed.cache_clear()
+    nodes.cache_clear()
     raisers = {
         5: ("pipeline.encoding.rejects", "RejectRateError"),
         7: ("pipeline.training.metadata_reader", "CheckpointError"),

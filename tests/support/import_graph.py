@@ -14,16 +14,16 @@ def module_name(path: Path, root: Path) -> str:
 
 
 @cache
-def parsed(text: str) -> ast.Module:
-    """All files take 200 MiB: call `parsed.cache_clear()` after the last use."""
-    return ast.parse(text)
+def nodes(text: str) -> list[ast.AST]:
+    """The nodes of a file, the module first. All files take 200 MiB: call `nodes.cache_clear()` after the last use."""
+    return list(ast.walk(ast.parse(text)))
 
 
 def imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
     """Every module that a file names in an import, absolute, relative or through importlib with a literal."""
     here = module_name(path, root)
     package = here.split(".") if path.name == "__init__.py" else here.split(".")[:-1]
-    for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
+    for node in nodes(path.read_text(encoding="utf-8")):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
