@@ -119,7 +119,7 @@ _Group.group_class = _Group
     ],
 )
 @click.version_option(__version__, prog_name="sana-pipe")
-@click.option("--quiet", is_flag=True, help="Leave out the line that names the next command.")
+@click.option("--quiet", is_flag=True, help="Leave out the lines that name the next command and the default.")
 def cli(quiet: bool) -> None:
     """Precompute latents and text embeddings once, then train Sana without the encoders.
 
@@ -172,23 +172,29 @@ class _Given:
         _, command = click.get_current_context().command_path.split(maxsplit=1)
         return load(self.path, self.overrides, command)
 
-    def place(self) -> str | None:
-        """What may explain an error: the configuration is the shipped one, or lies in the folder that has its cache,
-        and the command runs in another."""
-        from pipeline.config import LOCAL_NAME, SHIPPED, find, load
+    def default(self) -> str | None:
+        """The shipped configuration, if it is used since this folder has none; and the folder above that has one."""
+        from pipeline.config import LOCAL_NAME, SHIPPED, find
 
-        here = Path.cwd()
+        here, file = Path.cwd(), None if self.path is not None else find(None).absolute()
+        if file is None or file.parent != SHIPPED.absolute():
+            return None
+        above = next((folder for folder in here.parents if (folder / LOCAL_NAME).is_file()), None)
+        enter = "" if above is None else f"; {above} has one: cd {shlex.quote(str(above))}"
+        return f"there is no {LOCAL_NAME} in {here}, so the shipped {file.stem} is used{enter}"
+
+    def elsewhere(self) -> str | None:
+        """What may explain an error: the cache lies in the folder of the configuration, and the command runs in
+        another."""
+        from pipeline.config import find, load
+
         try:
             file, cache = find(self.path).absolute(), Path(load(self.path, self.overrides).cache)
         except UserError:
             return None
-        if self.path is None and file.parent == SHIPPED.absolute():
-            above = next((folder for folder in here.parents if (folder / LOCAL_NAME).is_file()), None)
-            enter = "" if above is None else f"; {above} has one: cd {shlex.quote(str(above))}"
-            return f"there is no {LOCAL_NAME} in {here}, so the shipped {file.stem} is used{enter}"
         if not cache.exists() and not cache.is_absolute() and (file.parent / cache).is_dir():
-            enter = f"cd {shlex.quote(str(file.parent))}"
-            return f"{cache} was searched in {here}, and lies in {file.parent}, the folder of {file.name}: {enter}"
+            there = f"lies in {file.parent}, the folder of {file.name}: cd {shlex.quote(str(file.parent))}"
+            return f"{cache} was searched in {Path.cwd()}, and {there}"
         return None
 
 
@@ -209,19 +215,34 @@ def _given(command: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(command)
     def with_given(config_path: str | None, overrides: tuple[str, ...], **options: Any) -> Any:
         given, context = _Given(config_path, overrides), click.get_current_context()
+        quiet = context.find_root().params.get("quiet") or options.get("as_json")
+        notes = [] if context.info_name in _ABOUT_FILES or context.invoked_subcommand else [given.default]
+        if not quiet and not context.command.hidden:
+            _print_notes(notes)
+            notes = []
         try:
             result = command(given, **options)
         except UserError:
-            if context.info_name not in ("init", "config") and _is_main() and (note := given.place()):
-                click.echo(f"note: {note}", err=True)
+            if context.info_name not in _ABOUT_FILES:
+                _print_notes([*notes, given.elsewhere])
             raise
-        if sys.stdout.isatty() and not context.find_root().params.get("quiet") and not options.get("as_json"):
+        if sys.stdout.isatty() and not quiet:
             text = _following(context, given, result)
             if text is not None and _is_main() and not pass_on("--next", text):
                 click.echo(f"next: {text}")
         return result
 
     return _CONFIGURATION(with_given)
+
+
+_ABOUT_FILES = ("init", "config")
+"""Commands that say themselves which file they read or write."""
+
+
+def _print_notes(notes: Sequence[Callable[[], str | None]]) -> None:
+    for note in notes if _is_main() else ():
+        if (text := note()) is not None:
+            click.echo(f"note: {text}", err=True)
 
 
 def _configured(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -191,8 +191,8 @@ class _TextRun:
     def metrics(self) -> AbstractContextManager[ProgressRows]:
         """The metrics of this process, which are closed at the end of the block."""
         name, worker = ", ".join(self.sources) or "prompts", self.worker
-        folder = self.cache.files.reports
-        return closing(ProgressRows(self.config, folder, name, worker.task, worker.tasks, retrying.log))
+        places = self.cache.files.reports, self.cache.place
+        return closing(ProgressRows(self.config, *places, name, worker.task, worker.tasks, retrying.log))
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def run(
         outputs.check(config, place, whole=folder == EXPORT, option="train.output", sources=data)
     if path is None and given.file.name != LOCAL_NAME:
         click.echo(
-            f"no {LOCAL_NAME} here: {given.file.stem} trains the whole model; "
+            f"{given.file.stem} trains the whole model; "
             f"{shown('init', *(word for each in data for word in ('--data', each)))} writes a file, for a LoRA if the "
             "pictures are few"
         )

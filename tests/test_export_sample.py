@@ -652,7 +652,7 @@ def test_the_base_is_drawn_beside_the_trained_weights_one_model_at_a_time(
     assert "what the run began from is not drawn" in capsys.readouterr().out
 
 
-def test_the_likeness_is_said_in_words() -> None:
+def test_the_likeness_says_its_numbers_and_what_a_low_one_means() -> None:
     def of(own: float) -> list[draw_latents.DrawnLatent]:
         """The latent of picture n is n everywhere; the last one is drawn as `own`."""
         values = [0.0, 10.0, own]
@@ -662,12 +662,17 @@ def test_the_likeness_is_said_in_words() -> None:
             for n in range(3)
         ]
 
-    assert draw_latents.nearest(of(0.0)) == [True, True, False]
-    lines = list(sample.likeness(of(0.0), [True, True, False], None))
-    assert lines[0].startswith("likeness: 2 of 3 pictures are closer to the photo of their own caption")
-    assert lines[1] == "  closer to another photo: 0002.png (2.jpg)"
+    def numbers(line: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\b\d\b", line)]
+
     better, worse = of(20.0), of(0.0)
-    assert "before the training 2;" in next(iter(sample.likeness(better, [True] * 3, worse)))
+    assert draw_latents.nearest(worse) == [True, True, False]
+    first, others, meaning = sample.likeness(worse, [True, True, False], None)
+    assert numbers(first) == [2, 3, 2, 1] and others.endswith("0002.png (2.jpg)") and not numbers(meaning)
+    [first] = sample.likeness(better, [True] * 3, worse)
+    assert numbers(first) == [3, 3, 2, 2, 1], "all of them, and two before the training: nothing is to be explained"
+    first, same = sample.likeness(worse, [False] * 3, None)
+    assert numbers(first)[:2] == [0, 3] and same == meaning, "photographs of one subject: what 0 means, no list"
     assert list(sample.likeness(better[:1], [True], None)) == [], "one picture has no other to resemble"
 
 

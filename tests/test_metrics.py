@@ -94,7 +94,10 @@ def test_textfiles_have_the_values_of_the_last_rows(done: Config) -> None:
     assert done.metrics.textfile is not None
     found = textfiles(Path(done.metrics.textfile))
     run = "/".join(Path(done.train.output).parts[-2:])
-    assert list(found) == ["sana_pipe_encode_photos_0.prom", f"sana_pipe_train_{run.replace('/', '-')}_0.prom"]
+    stems = [name.rpartition("_")[0] for name in found]
+    assert stems == ["sana_pipe_encode_photos_0", f"sana_pipe_train_{run.replace('/', '-')}_0"]
+    for values, folder in zip(found.values(), (done.cache, done.train.output), strict=True):
+        assert {dict(labels)["folder"] for _, labels in values} == {os.path.realpath(folder)}
     encode, train = found.values()
     names = {family.name for key, family in textfile.FAMILIES.items() if not family.live}
     shared = {name for name, _ in encode} & {name for name, _ in train}
@@ -184,8 +187,9 @@ def test_two_tasks_write_two_files_and_a_killed_one_leaves_its_file_whole(
     command.append("--set=encode.claim_timeout_s=2")
     held = partial(often, tmp_path / "go")
     tasks = [Forked(*command, "--task-index", str(task), before=held) for task in (0, 1)]
-    names = [f"sana_pipe_encode_photos_{task}.prom" for task in (0, 1)]
-    until(lambda: all((prom / name).exists() for name in names), 120)
+    until(lambda: prom.is_dir() and len(list(prom.glob("*.prom"))) == 2, 120)
+    names = sorted(path.name for path in prom.glob("*.prom"))
+    assert [name.rpartition("_")[0] for name in names] == [f"sana_pipe_encode_photos_{task}" for task in (0, 1)]
     assert total(prometheus.read(prom / names[0]), "sana_pipe_running") == 1
     tasks[1].kill()
     tasks[1].wait(30)
@@ -238,13 +242,15 @@ def test_a_textfile_that_cannot_be_written_is_named_once_and_tried_again(tmp_pat
     assert len(said) == 1 and str(tmp_path / "prom") in said[0]
     (tmp_path / "prom").unlink()
     (tmp_path / "prom").mkdir()
-    left = tmp_path / "prom/.sana_pipe_encode_a-b_3.prom.99.partial"
+    file.renew()
+    [path] = (tmp_path / "prom").iterdir()
+    left = path.with_name(f".{path.name}.99.partial")
     left.write_text("of a process that was killed")
     file.update(images={"samples": 2, "images_per_s": 2.0, "rejects": {'a "b" \\ \n': 4}})
-    values = prometheus.read(tmp_path / "prom/sana_pipe_encode_a-b_3.prom")
+    values = prometheus.read(path)
     assert total(values, "sana_pipe_samples_per_second", noun="images", run="a/b") == 2
     assert total(values, "sana_pipe_rejects_total", reason='a "b" \\ \n') == 4
-    assert (tmp_path / "prom/sana_pipe_encode_a-b_3.prom").stat().st_mode & 0o044, "another user reads it"
+    assert path.stat().st_mode & 0o044, "another user reads it"
     Textfile(str(tmp_path / "prom"), {"stage": "encode", "run": "a/b", "task": 3}, said.append)
     assert not left.exists()
     for value, text in ((float("nan"), "NaN"), (float("inf"), "+Inf"), (float("-inf"), "-Inf")):
@@ -253,6 +259,20 @@ def test_a_textfile_that_cannot_be_written_is_named_once_and_tried_again(tmp_pat
         assert line.endswith(f" {text}")
     Textfile(None, {"stage": "train"}, said.append).update(images={"samples": 1})
     assert len(said) == 1
+
+
+def test_no_two_processes_write_one_textfile(tmp_path: Path) -> None:
+    """Also those of equal names in two folders, or of names that differ in signs that a file name does not have."""
+    labels = {"stage": "train", "run": "runs/dog", "task": 0, "folder": tmp_path / "runs/dog"}
+    others = [{"folder": tmp_path / "other/runs/dog"}, {"task": 1}, {"stage": "encode"}]
+    others += [{"run": name} for name in ("runs_dog", "runs-dog", "n" * 300 + "/a", "n" * 300 + "/b")]
+    every = [labels | other for other in ({}, *others, {})]
+    for number, each in enumerate(every):
+        Textfile(str(tmp_path / "prom"), each, print).update(images={"samples": number})
+    found = textfiles(tmp_path / "prom").values()
+    assert len(found) == len(every) - 1, "a process that begins again replaces its file"
+    assert sorted(total(values, "sana_pipe_samples_total") for values in found) == list(range(1, len(every)))
+    assert {dict(each)["folder"] for values in found for _, each in values} == {str(each["folder"]) for each in every}
 
 
 def test_a_run_whose_folder_is_no_utf8_has_a_textfile(tmp_path: Path) -> None:
@@ -279,11 +299,12 @@ def test_it_is_renewed_while_no_row_comes(tmp_path: Path, monkeypatch: pytest.Mo
     """A training that waits for a store shows that it waits."""
     monkeypatch.setattr(textfile, "RENEW_S", 0.01)
     file = Textfile(str(tmp_path), {"stage": "train", "run": "a", "task": 0}, print)
-    path = tmp_path / "sana_pipe_train_a_0.prom"
+    file.renew()
+    [path] = tmp_path.iterdir()
     with file.renewed():
         counters.add(retries=7)
         expected = counters.totals()["retries"]
-        until(lambda: path.exists() and total(prometheus.read(path), "sana_pipe_store_retries_total") == expected, 10)
+        until(lambda: total(prometheus.read(path), "sana_pipe_store_retries_total") == expected, 10)
         assert total(prometheus.read(path), "sana_pipe_running") == 1
     assert total(prometheus.read(path), "sana_pipe_running") == 0
 
@@ -324,7 +345,7 @@ def bar(monkeypatch: pytest.MonkeyPatch) -> Progress:
 
 
 def encoder_rows(config: Config, folder: Path, said: list[str]) -> ProgressRows:
-    return ProgressRows(config, folder, "photos", 2, 8, said.append)
+    return ProgressRows(config, folder, "cache", "photos", 2, 8, said.append)
 
 
 def after_a_row(folder: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import weakref
@@ -572,7 +573,46 @@ def test_a_chain_is_sampled_and_exported_at_its_last_phase_that_has_a_checkpoint
         checkpoint.find(config, "auto")
     for folder in ("a/checkpoints/step-00000009", "b/checkpoints/step-00000002", "c/checkpoints/step-00000004.x.tmp"):
         (tmp_path / folder).mkdir(parents=True)
-    assert checkpoint.find(config, "auto") == tmp_path / "b/checkpoints/step-00000002"
+    for place in ("auto", str(tmp_path), f"{tmp_path}/b/.."):
+        assert checkpoint.find(config, place) == tmp_path / "b/checkpoints/step-00000002"
+
+
+def looked_at(run: Path, **losses: float) -> None:
+    rows = [{"event": "validation", "step": int(name[1:]), "loss": loss} for name, loss in losses.items()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_best_of_a_chain_is_that_of_its_last_phase(tmp_path: Path) -> None:
+    config = load("tiny", [f"train.output={tmp_path}", phases(A, B, C)])
+    for folder in ("a/checkpoints/step-00000009", "b/checkpoints/step-00000002", "b/checkpoints/step-00000004"):
+        (tmp_path / folder).mkdir(parents=True)
+    looked_at(tmp_path / "a", s9=0.1)
+    looked_at(tmp_path / "b", s2=0.2, s4=0.3)
+    for place in ("auto", str(tmp_path), str(tmp_path / "b")):
+        assert checkpoint.find_best(config, place) == (tmp_path / "b/checkpoints/step-00000002", 0.2)
+
+
+@pytest.mark.parametrize("option", ["--checkpoint", "--best", "auto", "--from", "--resume"])
+def test_a_folder_of_phases_in_place_of_a_run_names_them_and_the_fix_works(option: str, tmp_path: Path) -> None:
+    """The configuration has no phases, or is another."""
+    chain = tmp_path / "my chain"
+    for number, folder in enumerate(("a/checkpoints/step-00000009", "b/checkpoints/step-00000002", "c/checkpoints")):
+        (chain / folder).mkdir(parents=True)
+        os.utime(chain / folder, (number, number))
+    looked_at(chain / "b", s2=0.2)
+    config = load("tiny", [f"train.output={chain if option == 'auto' else tmp_path / 'other'}"])
+    tries: dict[str, Callable[[str], Any]] = {
+        "auto": lambda place: checkpoint.find(config, "auto" if place == str(chain) else place),
+        "--checkpoint": lambda place: checkpoint.find(config, place),
+        "--best": lambda place: checkpoint.find_best(config, place)[0],
+        "--from": lambda place: checkpoint.resolve(chain, place, "--from"),
+        "--resume": lambda place: checkpoint.resolve(chain, place),
+    }
+    with pytest.raises(ConfigError, match=naming(str(chain), "a, b")) as refused:
+        tries[option](str(chain))
+    given, place, *_ = shlex.split(str(refused.value.fix))
+    assert given == (option if option in ("--from", "--resume") else "--checkpoint")
+    assert tries[option](place) == chain / "b/checkpoints/step-00000002"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline.cache.cache import Cache
+from pipeline.cache.prompts import newest
 from pipeline.config import Config, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
@@ -163,10 +166,17 @@ def test_prompts_are_those_of_any_set_in_the_cache(small_cache_copy: Path, make_
     options = ["train.device=cpu", "train.precision=fp32", "train.steps=2", "train.log_every=1", "train.compile=none"]
     options += ["train.adapter={rank: 2}", "train.preserve={prompt: [A dog, a cat]}"]
     config = make_config(tmp_path, *options)
-    with pytest.raises(ConfigError, match=r"'A dog'(.|\n)*sana-pipe encode --prompts"):
+    with pytest.raises(ConfigError, match=r"'A dog'(.|\n)*sana-pipe encode --prompts") as refused:
         stages.train.run(config, log=lambda line: None)
-    (tmp_path / "prompts.txt").write_text("a dog\na cat\n")
+    (tmp_path / "prompts.txt").write_text("a bird\na tree\n")
     stages.encode.run(make_config(tmp_path), None, prompts=str(tmp_path / "prompts.txt"))
+    drawn = newest(Cache.of(config), "prompts")
+    (tmp_path / "preserve.txt").write_text("a dog\na cat\n")
+    words = shlex.split(str(refused.value.fix).partition(", ")[0].replace("FILE", str(tmp_path / "preserve.txt")))
+    asked = dict(zip(words[2::2], words[3::2], strict=True))
+    assert words[:2] == ["sana-pipe", "encode"] and asked.keys() == {"--prompts", "--prompts-name"}
+    stages.encode.run(make_config(tmp_path), None, prompts=asked["--prompts"], prompts_name=asked["--prompts-name"])
+    assert drawn == newest(Cache.of(config), "prompts"), "the fix leaves the prompts that are drawn"
     stages.train.run(config, log=lambda line: None)
     rows = metrics.read(tmp_path / "run/metrics.jsonl")
     assert [sorted(row["parts"]) for row in rows] == [["flow", "preserve"]] * 2

@@ -29,6 +29,7 @@ from pipeline.cache.snapshot_lists import ENTRIES, EntryList, publish
 from pipeline.config import Config, MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.retrying import PATIENCE_S
+from pipeline.urls import strip_credentials
 
 FORGOTTEN = "forgotten"
 """Key in a scan or prompt set document: the source, or the set, was forgotten and is not used any more."""
@@ -195,6 +196,12 @@ class Cache:
         self._last_table: tuple[str, pa.Table] | None = None
         self.reuses_indexes = False
         self._indexes: dict[str, tuple[int, index.RecordIndex]] = {}
+
+    @property
+    def place(self) -> str:
+        """The path without links, or the URL without credentials: of one cache the same."""
+        files = self.files
+        return os.path.realpath(files.root) if files.on_disk else strip_credentials(self.location)
 
     @classmethod
     def of(cls, config: Config, *, create: bool = False) -> Cache:

@@ -8,6 +8,7 @@ Price: values are as old as the last row; only the counts of stores are renewed 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import platform
 import re
@@ -23,6 +24,8 @@ from pipeline.processes import beating
 
 RENEW_S = 15.0
 """Seconds between two writes when no row comes: the usual scrape interval."""
+_NAME = 80
+"""Letters of a label in the name of a file; digests tell longer ones apart."""
 
 
 class Family(NamedTuple):
@@ -72,7 +75,8 @@ class Textfile:
 
     Args:
         folder: the collector's folder; made if it is missing. None: nothing is written.
-        labels: of every value: `stage`, `run` and `task`; they also name the file. The node's name is added.
+        labels: of every value: `stage`, `run`, `task`, and `folder`, where it works. The node's name is added. The
+            first three and a digest of all name the file: runs of one name in two folders have two.
     """
 
     def __init__(self, folder: str | None, labels: Mapping[str, object], log: Callable[[str], None]):
@@ -80,8 +84,7 @@ class Textfile:
         self._log, self._lock = log, threading.Lock()
         self._rows: dict[str, dict[str, Any]] = {}
         self._failed = False
-        name = "_".join(re.sub(r"[^A-Za-z0-9-]", "-", str(label)) for label in labels.values())
-        self._path = None if folder is None else Path(folder) / f"sana_pipe_{name}.prom"
+        self._path = None if folder is None else Path(folder) / f"sana_pipe_{_file_name(labels)}.prom"
         if self._path is not None:
             with self._naming_failure(self._path):
                 make_folder(self._path.parent)
@@ -142,6 +145,12 @@ class Textfile:
                 yield from (({**labels, "reason": reason}, count) for reason, count in value.items())
             elif isinstance(value, int | float):
                 yield labels, value
+
+
+def _file_name(labels: Mapping[str, object]) -> str:
+    digest = hashlib.blake2b("\0".join(map(str, labels.values())).encode("utf-8", "surrogateescape"), digest_size=4)
+    shown = [str(label) for name, label in labels.items() if name != "folder"]
+    return "_".join([*(re.sub(r"[^A-Za-z0-9-]", "-", label)[:_NAME] for label in shown), digest.hexdigest()])
 
 
 def _family(family: Family, values: list[tuple[dict[str, object], float]]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,9 +56,9 @@ def caches_of(config: Config, dry_run: bool) -> list[Cache]:
     """The cache of the configuration, then `bucket.caches`."""
     others = Cache.others_of(config)
     caches = [Cache.of(config, create=bool(others) and not dry_run), *others]
-    roots = [cache.location if "://" in cache.location else os.path.realpath(cache.location) for cache in caches]
-    if len(set(roots)) < len(roots):
-        raise UserError("bucket.caches names a cache twice, or the one of `cache`", found=", ".join(roots))
+    places = [cache.place for cache in caches]
+    if len(set(places)) < len(places):
+        raise UserError("bucket.caches names a cache twice, or the one of `cache`", found=", ".join(places))
     return caches
 
 

@@ -49,6 +49,12 @@ ENCODE = "run sana-pipe encode"
 Shape = tuple[int, int]
 
 
+def ranges(begin: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """`begin[0]`, `begin[0] + 1`, ...: `counts[0]` numbers, then those from `begin[1]`, and so on."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(begin - before, counts) + np.arange(counts.sum())
+
+
 @dataclass(frozen=True)
 class EncodedRecords:
     """The encoded records that samples are joined with.
@@ -135,16 +141,18 @@ class Frame:
             columns.add(self._take(start + np.flatnonzero(some) if rows.dtype == bool else some))
         return columns.frame()
 
+    def captions_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of the captions of rows (n,), one row after the other, and (n + 1,) offsets into them."""
+        counts = self.captions[rows + 1] - self.captions[rows]
+        return ranges(self.captions[rows], counts), np.concatenate([[0], np.cumsum(counts)])
+
     def _take(self, rows: np.ndarray) -> Frame:
-        begin = self.captions[rows]
-        counts = self.captions[rows + 1] - begin
-        offsets = np.concatenate([[0], np.cumsum(counts)])
-        caption_rows = np.repeat(begin - offsets[:-1], counts) + np.arange(offsets[-1])
+        captions, offsets = self.captions_of(rows)
         return Frame(
             item=self.item.take(pa.array(rows)),
             captions=offsets,
-            text=self.text[caption_rows],
-            weight=self.weight[caption_rows],
+            text=self.text[captions],
+            weight=self.weight[captions],
             pictures={kind: column[rows] for kind, column in self.pictures.items()},
             **{name: getattr(self, name)[rows] for name in _PER_SAMPLE},
         )

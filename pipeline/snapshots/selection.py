@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.cache.arrow import batches
 from pipeline.cache.keys import SortedKeys, halves, of_halves
 from pipeline.cache.scratch import Scratch
 from pipeline.snapshots import filters
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import EncodedRecords, Frame, Joined, pieces
+from pipeline.snapshots.join import EncodedRecords, Frame, Joined, pieces, ranges
 
 
 def filtered(
@@ -130,17 +130,19 @@ def in_earlier_snapshot(joined: Joined, frame: Frame, earlier: Earlier, groups: 
     return stays
 
 
-Better = Callable[[np.ndarray], list[tuple[int, ...]]]
-"""Rows of a frame -> what makes their pictures better than others of their group; less is better."""
+Better = Callable[[np.ndarray], list[np.ndarray]]
+"""Rows of a frame -> what makes their pictures better than others of their group, (n,) int64 each, the first counts
+first; less is better."""
 
 
 def larger(frame: Frame, records: EncodedRecords) -> Better:
     """More pixels, then a longer caption."""
     length = records.texts.columns["caption_length"]
 
-    def better(rows: np.ndarray) -> list[tuple[int, ...]]:
-        longest = np.array([length[frame.text[frame.captions[row] : frame.captions[row + 1]]].max() for row in rows])
-        return list(zip((-frame.height[rows] * frame.width[rows]).tolist(), (-longest.astype(np.int64)).tolist()))
+    def better(rows: np.ndarray) -> list[np.ndarray]:
+        captions, offsets = frame.captions_of(rows)
+        longest = np.maximum.reduceat(length[frame.text[captions]].astype(np.int64), offsets[:-1])
+        return [-frame.height[rows] * frame.width[rows], -longest]
 
     return better
 
@@ -161,49 +163,85 @@ def deduplicated(
         keys: (n,) S16, of the samples' groups; None: their digests.
         keep_captions: what stays gets the captions of what does not.
     """
-    further: dict[int, np.ndarray] = {}
-    rank = [order.index(name) if name in order else len(order) for name in joined.sources]
+    ranked = sorted(joined.sources, key=lambda name: (order.index(name) if name in order else len(order), name))
+    rank = np.array([ranked.index(name) for name in joined.sources], np.int64)
     stays = in_earlier_snapshot(joined, frame, earlier)
     keep, groups_of = joined.scratch.array(len(frame), bool), frame.digest if keys is None else keys
+    heirs, inherited = joined.scratch.writer(np.int64), joined.scratch.writer(np.int64)
     for _, rows, first in joined.scratch.by_key(groups_of[piece] for piece in pieces(len(frame))):
         keep[rows] = True
         group = np.cumsum(first) - 1
         suspects = np.flatnonzero(np.bincount(group)[group] > 1)
-        groups, rows = group[suspects].tolist(), rows[suspects]
-        pictures, known = frame.picture_id[rows].tolist(), stays[rows].tolist()
-        items = frame.item.take(pa.array(rows)).to_pylist()
-        merits = better(rows) if better is not None else [()] * len(rows)
-        best: dict[int, tuple[Any, ...]] = {}
-        for at, source in enumerate(frame.source[rows].tolist()):
-            candidate = (not known[at], *merits[at], rank[source], joined.sources[source], items[at], pictures[at])
-            best[groups[at]] = min(best.get(groups[at], candidate), candidate)
-        keep[rows] = [picture == best[of][-1] for of, picture in zip(groups, pictures, strict=True)]
-        for some in np.split(rows, np.flatnonzero(np.diff(groups)) + 1) if keep_captions and len(rows) else ():
-            lost = [np.arange(frame.captions[row], frame.captions[row + 1]) for row in some[~keep[some]].tolist()]
-            further |= {row: np.concatenate(lost) for row in some[keep[some]].tolist() if lost}
+        if not len(suspects):
+            continue
+        rows, group = rows[suspects], group[suspects]
+        group = np.cumsum(np.diff(group, prepend=group[0]) != 0)
+        merits = better(rows) if better is not None else []
+        merits = [(~stays[rows]).astype(np.int8), *merits, rank[frame.source[rows]]]
+        pictures, best = frame.picture_id[rows], _best(frame, rows, group, merits)
+        keep[rows] = kept = pictures == pictures[best][group]
+        if keep_captions:
+            captions, offsets = frame.captions_of(rows[~kept])
+            ends = offsets[np.searchsorted(group[~kept], np.arange(len(best) + 1))]  # of the groups, in `captions`
+            counts = np.diff(ends)[group[kept]]
+            heirs.add(np.repeat(rows[kept], counts))
+            inherited.add(captions[ranges(ends[group[kept]], counts)])
     what, instead = ("is the same as", "none") if keys is None else ("looks the same as", "image")
     left_out = len(keep) - int(np.count_nonzero(keep))
     joined.leave(f"its picture {what} another sample's", left_out, f"bucket.dedup={instead}")
-    return (_with_captions(joined, frame, further) if further else frame).take(keep, joined.scratch)
+    frame = _with_captions(joined, frame, heirs.finish(), inherited.finish())
+    return frame.take(keep, joined.scratch)
 
 
-def _with_captions(joined: Joined, frame: Frame, further: dict[int, np.ndarray]) -> Frame:
-    """A frame with further captions. further: row -> captions of other rows, by number; equal ones are taken once."""
-    text, weight = joined.scratch.writer(np.int64), joined.scratch.writer(np.float32)
-    counts, last = np.diff(frame.captions), 0
-    for row, captions in sorted(further.items()):
-        own = slice(frame.captions[row], frame.captions[row + 1])
-        _, first = np.unique(frame.text[captions], return_index=True)
-        new = captions[np.sort(first)]
-        new = new[~np.isin(frame.text[new], frame.text[own])]
-        for part in (slice(last, own.stop), new):
-            text.add(frame.text[part])
-            weight.add(frame.weight[part])
-        counts[row] += len(new)
-        last = own.stop
-    text.add(frame.text[last:])
-    weight.add(frame.weight[last:])
-    return replace(frame, captions=np.concatenate([[0], np.cumsum(counts)]), text=text.finish(), weight=weight.finish())
+def _best(frame: Frame, rows: np.ndarray, group: np.ndarray, merits: Sequence[np.ndarray]) -> np.ndarray:
+    """Of each group the row with the least merits, and of equal ones the least item: (groups,) numbers in `rows`.
+
+    Args:
+        group: (n,) numbers of the rows' groups from 0, ascending.
+    """
+    columns = {"group": group, **{f"merit {number}": column for number, column in enumerate(merits)}}
+    table = pa.table({name: pa.array(column) for name, column in columns.items()})
+    table = table.append_column("item", frame.item.take(pa.array(rows)))
+    ordered = pc.sort_indices(table, [(name, "ascending") for name in table.column_names]).to_numpy()
+    return ordered[np.flatnonzero(np.diff(group, prepend=-1))]
+
+
+def _with_captions(joined: Joined, frame: Frame, heirs: np.ndarray, inherited: np.ndarray) -> Frame:
+    """A frame with further captions: row `heirs[i]` gets caption `inherited[i]`. Equal ones are taken once."""
+    if not len(heirs):
+        return frame
+    rows, numbers = joined.scratch.writer(np.int64), joined.scratch.writer(np.int64)
+    keys = (of_halves(heirs[piece].astype(np.uint64)) for piece in pieces(len(heirs)))
+    for _, at, first in joined.scratch.by_key(keys):
+        some, captions, heir = heirs[at], inherited[at], np.cumsum(first) - 1
+        present, starts = frame.captions_of(some[first])
+        texts = np.concatenate([frame.text[present], frame.text[captions]])
+        whose = np.concatenate([np.repeat(np.arange(len(starts) - 1), np.diff(starts)), heir])
+        ordered = np.lexsort((texts, whose))  # stable: what the row has, then what it gets in its order
+        again = (np.diff(texts[ordered]) == 0) & (np.diff(whose[ordered]) == 0)
+        new = np.ones(len(texts), bool)
+        new[ordered[1:][again]] = False
+        rows.add(some[new[len(present) :]])
+        numbers.add(captions[new[len(present) :]])
+    heirs, inherited = rows.finish(), numbers.finish()
+
+    offsets, text, weight = (joined.scratch.writer(dtype) for dtype in (np.int64, np.int64, np.float32))
+    offsets.add(np.zeros(1))
+    total = 0
+    for piece in pieces(len(frame)):
+        bounds = frame.captions[piece.start : piece.stop + 1]
+        here = slice(*np.searchsorted(heirs, [piece.start, piece.stop]))
+        heir = heirs[here] - piece.start
+        present, more = np.diff(bounds), np.bincount(heir, minlength=piece.stop - piece.start)
+        ends, added = np.cumsum(present + more), np.cumsum(more)
+        at = np.empty(int(ends[-1]), np.int64)
+        at[np.arange(bounds[-1] - bounds[0]) + np.repeat(added - more, present)] = np.arange(bounds[0], bounds[-1])
+        at[np.arange(len(heir)) + np.cumsum(present)[heir]] = inherited[here]
+        offsets.add(ends + total)
+        text.add(frame.text[at])
+        weight.add(frame.weight[at])
+        total += int(ends[-1])
+    return replace(frame, captions=offsets.finish(), text=text.finish(), weight=weight.finish())
 
 
 def repeated(joined: Joined, frame: Frame, records: EncodedRecords) -> int:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
@@ -641,7 +642,7 @@ def resolve(root: Path, resume: str | Path, option: str = "--resume") -> Path | 
     none; not for `--from`), a run directory its newest checkpoint, any other folder itself.
 
     Raises:
-        ConfigError: a path that is no folder, or a run directory without checkpoints.
+        ConfigError: a path that is no folder, a run directory without checkpoints, or a folder of phases or runs.
     """
     if str(resume) == "auto" and option != "--from":
         return newest(root)
@@ -653,17 +654,40 @@ def resolve(root: Path, resume: str | Path, option: str = "--resume") -> Path | 
             expected=f"{'' if option == '--from' else 'auto, '}a run directory, or a folder such as "
             f"{folder_of(root, 500)}",
         )
+    if inside is None:
+        refuse_runs(folder, option)
     return inside or folder
+
+
+def refuse_runs(folder: Path, option: str) -> None:
+    """Refuse a folder of run directories (phases) in place of one: `option` has to choose.
+
+    Raises:
+        ConfigError: it holds at least one with a checkpoint.
+    """
+    written = {path.parent: last.stat().st_mtime for path in folder.glob("*/checkpoints") if (last := newest(path))}
+    if written:
+        raise ConfigError(
+            f"{folder} is no run directory: it holds {len(written)} (phases, or runs)",
+            found=", ".join(sorted(path.name for path in written)),
+            fix=f"{option} {shlex.quote(str(max(written, key=written.__getitem__)))} (written last)",
+        )
 
 
 def find(config: Config, checkpoint: str) -> Path:
     """The folder that `--checkpoint` names: `auto` is the newest of `train.output`, with phases of the last phase that
-    has one; else see `resolve`."""
+    has one, and so is that folder of phases; else see `resolve`."""
     root = root_of(config)
-    folder = resolve(root, checkpoint)
+    folder = resolve(root, "auto" if _is_chain(config, checkpoint) else checkpoint, "--checkpoint")
     if folder is None:
+        refuse_runs(root.parent, "--checkpoint")
         raise ConfigError(f"{root} holds no checkpoint yet", fix="sana-pipe train, or --checkpoint PATH")
     return folder
+
+
+def _is_chain(config: Config, folder: str) -> bool:
+    """Whether this is the folder of the phases."""
+    return bool(config.phases) and Path(folder).resolve() == Path(config.train.output).resolve()
 
 
 def root_of(config: Config) -> Path:
@@ -677,7 +701,8 @@ def find_best(config: Config, run: str, *, ema: bool = False) -> tuple[Path, flo
     """The checkpoint with the lowest held-out loss, and its loss.
 
     Args:
-        run: `auto` (`train.output`, with phases the last that has a checkpoint) or a run directory.
+        run: `auto` or the folder of phases (`train.output`, with phases the last that has a checkpoint), or a run
+            directory.
         ema: by the loss of the EMA weights.
 
     Raises:
@@ -686,15 +711,17 @@ def find_best(config: Config, run: str, *, ema: bool = False) -> tuple[Path, flo
     if run != "auto" and _COMPLETE.fullmatch(Path(run).resolve().name):
         raise ConfigError(f"--best chooses a checkpoint, and --checkpoint {run} is one", fix="leave one of them out")
     find(config, run)  # its errors
-    root = root_of(config) if run == "auto" else Path(run) / "checkpoints"
+    root = root_of(config) if run == "auto" or _is_chain(config, run) else Path(run) / "checkpoints"
     there = {step_of(path): path for path in complete(root)}
+    if not there:
+        raise ConfigError(f"--checkpoint {run}: is no run directory", expected="checkpoints/step-XXXXXXXX in it")
     chosen = heldout.best(root.parent, there, ema=ema)
     if chosen is None:
         whose = f"held-out loss of the {EMA_WEIGHTS}" if ema else "held-out loss"
         raise ConfigError(
             f"no checkpoint of {root.parent} has a {whose}",
             expected=f"a validation in {root.parent / heldout.METRICS} after the step of a checkpoint",
-            found=f"checkpoints of the steps {', '.join(map(str, there)) or 'none'}",
+            found=f"checkpoints of the steps {', '.join(map(str, there))}",
             fix="leave --best out for the newest checkpoint",
         )
     step, losses = chosen

@@ -170,8 +170,8 @@ class Loop:
         self.saver = checkpoint.Saver(
             context.folder / "checkpoints", run.identity, context.config, context.log, lock, run.began_from
         )
-        rank = context.launch.rank
-        labels = {"stage": "train", "run": "/".join(context.folder.absolute().parts[-2:]), "task": rank}
+        rank, name = context.launch.rank, "/".join(context.folder.absolute().parts[-2:])
+        labels = {"stage": "train", "run": name, "task": rank, "folder": context.folder.resolve()}
         self.textfile = Textfile(context.config.metrics.textfile, labels, retrying.log)
         self.began = time.perf_counter()
         self.done, self.saved = run.done, run.checkpoint

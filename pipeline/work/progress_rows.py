@@ -43,15 +43,18 @@ class ProgressRows:
 
     Args:
         folder: of the rows, and of what trackers write; made with the first row.
+        cache: the place that is encoded into, a label of the textfile.
         run: name of what is encoded. task, tasks: this process's share.
         log: prints one line.
     """
 
-    def __init__(self, config: Config, folder: Path, run: str, task: int, tasks: int, log: Callable[[str], None]):
+    def __init__(
+        self, config: Config, folder: Path, cache: str, run: str, task: int, tasks: int, log: Callable[[str], None]
+    ):
         labels = {"stage": "encode", "run": run, "task": task}
         self._config, self._folder, self._log = config, folder, log
         self._facts = {**labels, "tasks": tasks, "node": platform.node()}
-        self._textfile = Textfile(config.metrics.textfile, labels, log)
+        self._textfile = Textfile(config.metrics.textfile, {**labels, "folder": cache}, log)
         self._began = time.monotonic()
         self._rows: Rows | None = None
         self._failed = False
