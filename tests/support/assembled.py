@@ -21,11 +21,13 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Needs(NamedTuple):
-    """Of a kernel: registers of a thread, bytes of stack (spilled values) and of shared memory."""
+    """Of a kernel: registers of a thread, bytes of stack (spilled values) and of shared memory; instructions of its
+    code."""
 
     registers: int
     stack: int
     shared: int
+    instructions: int
 
 
 def needs(kernel: Any, capability: int, dtype: str, num_warps: int, **constants: Any) -> Needs:
@@ -45,7 +47,12 @@ def needs(kernel: Any, capability: int, dtype: str, num_warps: int, **constants:
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
-        command: list[str | Path] = [_TOOLS / "cuobjdump", "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    registers, stack, local = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage).groups())  # type: ignore[union-attr]
-    return Needs(registers, stack + local, compiled.metadata.shared)
+        usage, code = (
+            subprocess.run(
+                [_TOOLS / "cuobjdump", what, file.name], capture_output=True, text=True, check=True, timeout=60
+            )
+            for what in ("-res-usage", "-sass")
+        )
+    registers, stack, local = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", usage.stdout).groups())  # type: ignore[union-attr]
+    instructions = len(re.findall(r"/\*[0-9a-f]{4,}\*/ +(?!NOP|BRA)[@A-Z]", code.stdout))
+    return Needs(registers, stack + local, compiled.metadata.shared, instructions)
