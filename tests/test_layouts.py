@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -238,6 +239,18 @@ def test_a_default_caption_does_not_hide_a_column_of_captions(tmp_path: Path, ma
             dry(make_config, tmp_path / name, "data.caption=sks")
         assert dry(make_config, tmp_path / name, "data.caption=sks", f"data.caption_field={column}") == 0
         assert dry(make_config, tmp_path / name, "data.caption=sks", "data.caption_weights={txt: 1}") == 0
+
+
+def test_a_listing_in_another_folder_is_named_with_the_command_that_moves_it(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
+    pictures(tmp_path / "data", "images/{}.png", None)
+    text(tmp_path / "data/ann/captions.json", {f"{n}.png": sentence for n, sentence in enumerate(SENTENCES)})
+    with pytest.raises(UserError, match=naming("ann/captions.json", "images/0.png")) as error:
+        dry(make_config, tmp_path / "data")
+    subprocess.run(["bash", "-ec", str(error.value.fix).partition(", and")[0]], check=True)
+    with pytest.raises(UserError, match=naming("images/captions.json")):
+        dry(make_config, tmp_path / "data")
 
 
 def test_a_caption_file_of_two_pictures_is_named(
