@@ -269,11 +269,9 @@ MORE: dict[str, Case] = {
     "masks of a prefix without a separator": Case(masks_named("{}.png", "mask{}.png"), WORD, ("mask",)),
     "masks of a prefix in a folder": Case(masks_named("images/i_{}.png", "masks/m_{}.png"), WORD, ("masks",)),
     "masks of a suffix in a folder": Case(masks_named("images/{}.png", "masks/{}_mask.png"), WORD, ("masks",)),
-    "masks and pictures of a suffix": Case(masks_named("{}_sat.png", "{}_mask.png"), WORD, ("_mask",)),
     "masks in upper case": Case(masks_named("{}.png", "{}_MASK.PNG"), WORD, ("_MASK",)),
     "masks of a split": Case(masks_named("train/images/{}.png", "train/masks/{}.png"), WORD, ("masks",)),
     "masks of a renamed folder": Case(masks_named("images/{}.png", "Train_Mattes/{}.png"), WORD, ("Train_Mattes",)),
-    "masks of a name in unicode": Case(masks_named("Ä {}.png", "masks/A\u0308 {}.png"), WORD, ("masks",)),
     "captions of a split": Case(captions_at("train/images/{}.png", "train/texts/{}.txt"), WORD, ("texts/0.txt",)),
     "captions of a folder, split": Case(captions_at("images/a/{}.png", "txt/a/{}.txt"), WORD, ("txt/a/0.txt",)),
     "captions of a folder below": Case(captions_at("{}.png", "labels/{}.txt"), WORD, ("labels/0.txt",)),
@@ -291,7 +289,6 @@ MORE: dict[str, Case] = {
         table("images/metadata.jsonl", json_row("file_name", "text"), picture="images/{}.png"), WORD
     ),
     "a tar": Case(tar(("{}.png", "picture"), ("{}.txt", "txt")), WORD),
-    "a tar with masks": Case(tar(("{}.png", "picture"), ("{}_mask.png", "mask"), ("{}.txt", "txt")), WORD, ("_mask",)),
 }
 REFUSED: dict[str, tuple[Callable[[Folder], Truth], str]] = {
     "a text that is no UTF-8": (captions_at("{}.png", "{}.txt", lambda n: f"café {n}".encode("cp1252")), "UTF-8"),
