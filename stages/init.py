@@ -42,8 +42,9 @@ from pipeline.processes import shown
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots.selection import is_held_out
-from pipeline.sources import name_patterns
+from pipeline.sources import further, name_patterns
 from pipeline.sources.detect import open_source
+from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Place, Source
 from pipeline.yaml_text import as_yaml, from_yaml
 
@@ -97,6 +98,7 @@ def run(data: Sequence[str], options: Options) -> int:
         click.echo(line)
     for each in looked:
         _refuse(config, each, data, options)
+    _check_usable(looked)
     trigger = None if options.trigger is None else " ".join(options.trigger.split())
     subject = _subject(looked, trigger)
     made = recommend.recommend(_facts(config, subject, machine, options.gpus or 1), options.purpose, trigger or None)
@@ -164,13 +166,22 @@ class _Looked:
     def usable(self) -> pa.Table:
         return self.table.filter(pc.is_null(self.table.column("reject")))
 
+    @property
+    def rejected(self) -> Kinds:
+        """What cannot be used, by reason."""
+        rejected, refused = Kinds(), self.table.filter(pc.is_valid(self.table.column("reject")))
+        rejected.add(zip(*(refused.column(name).to_pylist() for name in ("item", "reject")), strict=True))
+        return rejected
+
     def captions(self) -> pa.Array:
         """The first caption of each usable picture."""
         return pc.struct_field(pc.list_element(self.usable.column("captions").combine_chunks(), 0), "text")
 
 
 def _refuse(config: Config, each: _Looked, data: Sequence[str], options: Options) -> None:
-    """Raises a UserError for pictures that are likely masks, control pictures or regularisation pictures."""
+    """Raises a UserError for pictures that are likely masks, control pictures or regularisation pictures, and for files
+    that are likely captions."""
+    understood.check_loose(each.taken)
     if understood.settles(config, "pictures"):
         return
 
@@ -367,13 +378,24 @@ def _line(choice: Choice) -> str:
     return f"  {choice.option}: {text.removesuffix('...' + chr(10)).strip()}   ({choice.why.replace('`', '')})"
 
 
+def _check_usable(looked: Sequence[_Looked]) -> None:
+    """Raise a UserError, with the reasons, if there is no usable picture."""
+    if looked and not any(each.usable.num_rows for each in looked):
+        reasons = [line.strip() for each in looked for line in each.rejected.ranked().lines()]
+        advice = [each.taken.remedy or further.remedy(each.source.further, each.rejected.counts) for each in looked]
+        raise UserError(
+            "there is no usable picture",
+            expected="pictures with captions, or with the trigger word in their place",
+            found="; ".join(reasons) or "no picture",
+            fix="; ".join(filter(None, advice)) or "mend what the reasons say, and then the same command",
+        )
+
+
 def _sources(looked: Sequence[_Looked]) -> list[str]:
     """What each source holds, and why items of it cannot be used."""
     lines = []
     for each in looked:
-        rejected = estimate.Kinds()
-        refused = each.table.filter(pc.is_valid(each.table.column("reject")))
-        rejected.add(zip(*(refused.column(name).to_pylist() for name in ("item", "reject")), strict=True))
+        rejected = each.rejected
         lines.append(f"source {each.source.name!r}: {each.usable.num_rows} usable pictures, {rejected.total} rejects")
         lines += [*rejected.ranked().lines(), *estimate.ignored_lines(each.source.ignored)]
     return lines

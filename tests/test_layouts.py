@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pipeline.options import value_at
 from pipeline.sources import name_patterns
 from pipeline.sources.detect import open_source
 from pipeline.sources.name_patterns import CONTROL, MASK, REGULARISATION, UNKNOWN
+from pipeline.sources.reject_kinds import Kinds
 from tests.support.layouts import (
     BEGIN,
     COUNT,
@@ -77,6 +79,13 @@ NAMES: dict[str, tuple[list[str], list[str], list[tuple[str, str, str]]]] = {
     "masks with captions": (["{}.jpg", "{}-masklabel.png"], [], []),
     "captions of all": (["images/{}.jpg", "masks/{}.jpg"], [], []),
     "a class of masks": ([], ["masks/{}.jpg", "hats/x{}.jpg"], []),
+    "a prefix": (["img_{}.jpg"], ["mask_{}.png"], [(MASK, "name", "mask_*")]),
+    "a prefix before the name, no captions": ([], ["img_{}.jpg", "depth_img_{}.png"], [(CONTROL, "name", "depth_*")]),
+    "a prefix in a folder": (["images/i_{}.jpg"], ["masks/m_{}.png"], [(MASK, "name", "masks/m_*")]),
+    "a suffix in a folder": (["train/{}.jpg"], ["train_masks/{}_mask.gif"], [(MASK, "name", "train_masks/*_mask")]),
+    "suffixes of both": ([], ["{}_sat.jpg", "{}_mask.png"], [(MASK, "name", "*_mask")]),
+    "prefixes of a split": (["a/images/i_{}.jpg"], ["a/masks/m_{}.png"], [(MASK, "name", "masks/m_*")]),
+    "prefixes of classes": ([], ["cat_{}.jpg", "dog_{}.jpg"], []),
 }
 """Names with a caption, names without, and what is seen in them."""
 
@@ -92,6 +101,31 @@ def test_names_say_what_pictures_are_further_pictures(case: str) -> None:
     found = name_patterns.further(items, has)
     assert [(each.kind, each.way, each.value) for each in found] == expected
     assert [each.count for each in found] == [4] * len(expected)
+
+
+@pytest.mark.parametrize(
+    ("file", "picture"),
+    [
+        ("captions/a.txt", "images/a.jpg"),
+        ("labels/train/a.txt", "images/train/a.jpg"),
+        ("a.txt", "images/a.jpg"),
+        ("txt/a.txt", "a.jpg"),
+        ("a_caption.txt", "a.jpg"),
+        ("a_1.txt", "a.jpg"),
+        ("a.text", "a.jpg"),
+        ("captions/caption_a.txt", "images/img_a.jpg"),
+        ("README.txt", None),
+        ("other/b.txt", None),
+    ],
+)
+def test_files_of_text_are_paired_with_pictures_without_a_caption(file: str, picture: str | None) -> None:
+    names = [picture or "images/a.jpg", "images/z.jpg"]
+    for captioned in (False, True):
+        loose = Kinds()
+        loose.count("some", 1, [file])
+        items = pa.chunked_array([names])
+        found = name_patterns.captions(loose, items, pa.chunked_array([[captioned, True]]))
+        assert [each.of for each in found] == ([] if captioned or picture is None else [picture])
 
 
 @pytest.mark.parametrize(
@@ -205,6 +239,18 @@ def test_a_default_caption_does_not_hide_a_column_of_captions(tmp_path: Path, ma
             dry(make_config, tmp_path / name, "data.caption=sks")
         assert dry(make_config, tmp_path / name, "data.caption=sks", f"data.caption_field={column}") == 0
         assert dry(make_config, tmp_path / name, "data.caption=sks", "data.caption_weights={txt: 1}") == 0
+
+
+def test_a_listing_in_another_folder_is_named_with_the_command_that_moves_it(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
+    pictures(tmp_path / "data", "images/{}.png", None)
+    text(tmp_path / "data/ann/captions.json", {f"{n}.png": sentence for n, sentence in enumerate(SENTENCES)})
+    with pytest.raises(UserError, match=naming("ann/captions.json", "images/0.png")) as error:
+        dry(make_config, tmp_path / "data")
+    subprocess.run(["bash", "-ec", str(error.value.fix).partition(", and")[0]], check=True)
+    with pytest.raises(UserError, match=naming("images/captions.json")):
+        dry(make_config, tmp_path / "data")
 
 
 def test_a_caption_file_of_two_pictures_is_named(

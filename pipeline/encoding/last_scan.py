@@ -178,13 +178,13 @@ def gone(cache: Cache, source: Source, table: pa.Table, most: float) -> int:
                 yield item, (table.column("reject")[row].as_py() if row >= 0 else None) or "is not there any more"
 
         kinds, name = Kinds.of(reasons()), source.name
-        back = remedy(source.further, kinds.counts) or "bring them back"
+        lacking = remedy(source.further, kinds.counts)
+        another = "" if lacking else "; if this is another data set: --source-name NAME"
         raise UserError(
             f"{len(lost)} of the {before} pictures of source {name!r} (last read from {document['root']}) are missing",
             expected=f"at most {most:.0%} (encode.max_shrink)",
-            found="\n" + "\n".join(kinds.lines()),
-            fix=f"{back}; if they are gone for good: --set encode.max_shrink=1; if this is another data set: "
-            "--source-name NAME",
+            found="\n".join(["the reasons, with examples:", *kinds.lines()]),
+            fix=f"{lacking or 'bring them back'}; if they are gone for good: --set encode.max_shrink=1{another}",
         )
     return len(lost)
 

@@ -97,7 +97,7 @@ def check(
     """
     if too_many(items, len(rejects), faults, most):
         where, kinds = cache.files.where(write(cache, source.name, rejects)), Kinds.of(rejects)
-        found = "\n" + "\n".join([*kinds.lines(), *estimate.ignored_lines(source.ignored)])
+        found = "\n".join(["the reasons, with examples:", *kinds.lines(), *estimate.ignored_lines(source.ignored)])
         refuse(source, items, kinds, most, f"look at {where}", found, advice)
 
 

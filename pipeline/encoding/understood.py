@@ -9,10 +9,13 @@ Price: captions are looked at in a sample of `SHOWN`, names as `pipeline.sources
 
 from __future__ import annotations
 
+import posixpath
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -25,11 +28,13 @@ from pipeline.config import Config, DataConfig, setting
 from pipeline.encoding.reading import Reading
 from pipeline.errors import UserError, escaped
 from pipeline.sources import caption_rules, caption_signs, name_patterns
-from pipeline.sources.caption_columns import TEXT_FILE, CaptionCandidate, CaptionRule
+from pipeline.sources.caption_columns import TEXT_FILE, CaptionCandidate, CaptionRule, text_columns
 from pipeline.sources.caption_signs import Sign
-from pipeline.sources.filenames import shortened
+from pipeline.sources.filenames import extension, shortened, stem
+from pipeline.sources.filesystem import Unreadable
 from pipeline.sources.name_patterns import CONTROL, MASK, Pattern
 from pipeline.sources.reject_kinds import examples
+from pipeline.sources.sidecars import read_sidecar
 from pipeline.sources.source import Source
 
 SHOWN = 256
@@ -53,6 +58,7 @@ class Understood:
         captions: some of them, as the scan has them, with their items; those of pictures with a caption of their own.
         further: usable pictures with a further picture, by kind.
         patterns: what names say of pictures without a caption. regularisation: folders of such pictures.
+        loose: files that read as captions of pictures without one, and are not used.
         notes: what else should be looked at, for people. signs: of other meanings, in the captions of the scan.
     """
 
@@ -65,6 +71,7 @@ class Understood:
     further: dict[str, int]
     patterns: tuple[Pattern, ...]
     regularisation: tuple[Pattern, ...]
+    loose: tuple[Pattern, ...]
     notes: tuple[str, ...]
     signs: tuple[Sign, ...]
 
@@ -79,15 +86,17 @@ class Understood:
 
     def remarks(self, data: DataConfig) -> list[str]:
         """What was not used, and may be meant. data: the settings that the captions will be made with."""
-        return [*map(_said, self.patterns), *self.notes, *caption_signs.said(self.signs, data)]
+        patterns = [_said(each, self.source) for each in self.patterns]
+        return [*patterns, *map(_said_loose, self.loose), *self.notes, *caption_signs.said(self.signs, data)]
 
     @property
     def remedy(self) -> str | None:
         """What a user can do where pictures without a caption are too many; None: their names say nothing."""
-        if not self.patterns or self.data.caption is not None:
+        if self.data.caption is not None:
             return None
-        lines = _commands(self.patterns, lambda settings: " ".join(f"--set {shlex.quote(each)}" for each in settings))
-        return "; ".join(lines)
+        lines = [_beside(self.source, each) for each in self.loose]
+        lines += _commands(self.patterns, self.source, lambda settings: " ".join(map(_option, settings)))
+        return "; ".join(lines) or None
 
     def _captions(self, data: DataConfig, normalisation: str) -> list[str]:
         lacking = self.usable - self.captioned
@@ -121,6 +130,7 @@ def of(source: Source, scan: pa.Table, data: DataConfig) -> Understood:
     captions = tuple((row["item"], row["captions"][0]["text"]) for row in some)
     by_name = source.further_by & {"suffix", "folder"}
     patterns = name_patterns.further(items, has_caption) if by_name else []
+    loose = [each for each in name_patterns.captions(source.loose, items, has_caption) if _reads(source, each.example)]
     labelled = bool(data.caption_prefix.strip()) or data.caption is not None
     number = _true(usable)
     return Understood(
@@ -133,6 +143,7 @@ def of(source: Source, scan: pa.Table, data: DataConfig) -> Understood:
         _further(scan, data),
         tuple(pattern for pattern in patterns if not _is_used(pattern, data)),
         tuple(name_patterns.regularisation(items)) if by_name and labelled else (),
+        tuple(loose),
         (*_notes(source, data, number, _true(both)), *caption_signs.without_variants(scan, data)),
         tuple(caption_signs.signs(scan)),
     )
@@ -151,12 +162,13 @@ def check(understood: Understood, command: Callable[[Sequence[str]], str], accep
     old = {(pattern.way, pattern.value) for pattern in accepted}
     new = [pattern for pattern in understood.patterns if (pattern.way, pattern.value) not in old]
     if new:
+        own = f"all are pictures of their own: {command([ALL_PICTURES])}"
         raise UserError(
             f"{sum(pattern.count for pattern in new)} pictures of source {understood.source.name!r} without a caption "
             "look like masks or control pictures of the others",
             expected="pictures that are to be learned, or the setting that says what the others are",
             found="; ".join(f"{pattern.count} such as {escaped(pattern.example)}" for pattern in new),
-            fix="; ".join([*_commands(new, command), f"all are pictures of their own: {command([ALL_PICTURES])}"]),
+            fix="; ".join([*_commands(new, understood.source, command), own]),
         )
 
 
@@ -175,9 +187,11 @@ def refuse(understood: Understood, config: Config, scan: pa.Table, cache: Cache 
     data, source = config.data, understood.source
 
     def command(settings: Sequence[str]) -> str:
-        return "the same command with " + " ".join(f"--set {shlex.quote(each)}" for each in settings)
+        return f"the same command with {' '.join(map(_option, settings))}"
 
     document = None if cache is None else cache.last_scan(source.name)
+    if document is None:
+        check_loose(understood)
     if (
         data.caption is not None
         and not settles(config, "pictures")
@@ -254,21 +268,82 @@ def _reg_found(understood: Understood) -> str:
 
 def settings_of(pattern: Pattern) -> list[str]:
     """The settings of the readings of a pattern."""
+    if pattern.pair is not None:
+        return [f"data.pictures.{pattern.kind}.folder={pattern.folder}"]
     kinds = [pattern.kind] if pattern.kind else [MASK, CONTROL]
     return [f"data.pictures.{kind}.{pattern.way}={pattern.value}" for kind in kinds]
 
 
-def _commands(patterns: Sequence[Pattern], command: Callable[[Sequence[str]], str]) -> list[str]:
+def check_loose(understood: Understood) -> None:
+    """Refuse files that are likely captions of pictures without one.
+
+    Raises:
+        UserError: with the command that puts them beside their pictures.
+    """
+    source, loose = understood.source, understood.loose
+    if loose:
+        raise UserError(
+            f"pictures of source {source.name!r} have no caption, and files that are not read look like theirs",
+            expected="captions beside their pictures: X.txt for X.jpg",
+            found="; ".join(f"{each.count} such as {escaped(each.example)} for {escaped(each.of)}" for each in loose),
+            fix="; ".join(dict.fromkeys(_beside(source, each) for each in loose))
+            + ", and then the same command; or move them out of the data if they are no captions",
+        )
+
+
+def _beside(source: Source, pattern: Pattern) -> str:
+    """What puts files of captions beside their pictures."""
+    pair = pattern.pair
+    assert pair is not None
+    file, picture = pair.file, pair.picture
+    ending = "json" if extension(file) == "json" else "txt"
+    if source.is_remote:
+        return f"store {escaped(file)} as {escaped(stem(picture))}.{ending}, and the others like it"
+    above, other = PurePosixPath(file).parent, PurePosixPath(picture).parent
+    same = stem(posixpath.basename(file)) == stem(posixpath.basename(picture)) and extension(file) == ending
+    if same:
+        while above.name == other.name and above.name:
+            above, other = above.parent, other.parent
+    if above.name and same:
+        places = (shlex.quote(f"{source.location}/{place}".removesuffix("/.")) for place in (above, other))
+        return "cp -rn {}/. {}/".format(*places)
+    numbered = re.fullmatch("[-_. ][0-9]+", pair.after) is not None
+    into = posixpath.relpath(posixpath.dirname(picture) or ".", posixpath.dirname(file) or ".")
+    command = pair.command(source.location, "" if into == "." else into, ending, "" if numbered else "cp -n")
+    return command + (f" ({setting('data.caption_parts', 'captions')} with it)" if numbered else "")
+
+
+def _reads(source: Source, file: str) -> bool:
+    """Whether a file reads as a caption: text with more words than numbers, or a JSON object with such a column."""
+    with suppress(Unreadable):
+        content = read_sidecar(file, source.filesystem.read(file))
+        if isinstance(content, dict):
+            return bool(source.rule.columns) and (
+                source.rule.has_caption_column(content) or bool(text_columns(content))
+            )
+        words = content.split() if isinstance(content, str) else []
+        return 2 * sum(any(map(str.isalpha, word)) for word in words) > len(words) and not words[0].startswith("<")
+    return False
+
+
+def _option(text: str) -> str:
+    return f"--set {shlex.quote(text)}"
+
+
+def _commands(patterns: Sequence[Pattern], source: Source, command: Callable[[Sequence[str]], str]) -> list[str]:
     """A command for each choice of one mask and one control picture."""
     masks: list[Pattern | None] = [each for each in patterns if each.kind == MASK]
     controls: list[Pattern | None] = [each for each in patterns if each.kind == CONTROL]
     lines = []
     for mask in masks or [None]:
         for control in controls or [None]:
-            chosen = [settings_of(each)[0] for each in (mask, control) if each is not None]
+            chosen = [each for each in (mask, control) if each is not None]
             if chosen:
                 names = " and ".join(name for name, each in ((MASK, mask), (CONTROL, control)) if each is not None)
-                lines.append(f"as {names}: {command(chosen)}")
+                steps = [_renaming(each, source) for each in chosen if each.pair is not None]
+                made = command([settings_of(each)[0] for each in chosen])
+                joint = " && " if made.startswith("sana-pipe ") and not source.is_remote else ", then "
+                lines.append(f"as {names}: {joint.join([*steps, made])}")
     for pattern in patterns:
         if not pattern.kind:
             lines += [
@@ -278,12 +353,33 @@ def _commands(patterns: Sequence[Pattern], command: Callable[[Sequence[str]], st
     return lines
 
 
-def _said(pattern: Pattern) -> str:
+def _renaming(pattern: Pattern, source: Source) -> str:
+    """What gives further pictures the names that `data.pictures` needs."""
+    pair = pattern.pair
+    assert pair is not None
+    into = "" if pair.folder else pattern.folder
+    if source.is_remote or source.format != Source.format:
+        folder = posixpath.join(posixpath.dirname(pair.file), into)
+        name = f"{posixpath.join(folder, stem(posixpath.basename(pair.picture)))}.{extension(pair.file)}"
+        return f"name {escaped(pair.file)} {escaped(name)}, and the others like it"
+    return pair.command(source.location, into)
+
+
+def _said(pattern: Pattern, source: Source) -> str:
     what = {MASK: "masks", CONTROL: "control pictures"}.get(pattern.kind, "masks or control pictures")
-    ways = " or ".join(f"--set {each}" for each in settings_of(pattern))
+    ways = " or ".join(map(_option, settings_of(pattern)))
+    if pattern.pair is not None:
+        ways = f"{_renaming(pattern, source)}, then {ways}"
     return (
         f"{pattern.count} pictures without a caption look like {what} and are not used as such: "
         f"{escaped(pattern.example)} of {escaped(pattern.of)} ({ways})"
+    )
+
+
+def _said_loose(pattern: Pattern) -> str:
+    return (
+        f"{pattern.count} files that look like captions of pictures without one are not used: "
+        f"{escaped(pattern.example)} of {escaped(pattern.of)}"
     )
 
 

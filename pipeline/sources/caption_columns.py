@@ -62,17 +62,20 @@ class PictureCaptions:
     problems: captions that cannot be used: (file, line or "", reason).
     meta: the other columns; of several values of a column the first counts.
     hidden: a column with a caption that the rule does not read, where a default caption would take its place.
+    is_lost: whether a file with the name of a caption file cannot be read, so that a default caption would take the
+        place of the caption in it.
     """
 
     candidates: list[CaptionCandidate] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
     hidden: str | None = None
+    is_lost: bool = False
 
     def add(self, other: PictureCaptions) -> None:
         self.candidates += other.candidates
         self.problems += other.problems
-        self.hidden = self.hidden or other.hidden
+        self.hidden, self.is_lost = self.hidden or other.hidden, self.is_lost or other.is_lost
         for column, value in other.meta.items():
             self.meta.setdefault(column, value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,9 @@ from pipeline.sources.source import (
 from pipeline.sources.unread import annotations_refused, explain, form_of_annotations
 
 SHARED = "caption file of several pictures"
+_TEXT = re.compile(r"(?i)txt|text|md|json|prompts?|\w*tags?|\w*cap(tion)?s?")
+"""Endings of files that may hold a caption."""
+
 METADATA_BATCH = 4096
 """Rows of a metadata file whose pictures are looked up at once."""
 
@@ -112,8 +116,8 @@ class Listing:
 
     Attributes:
         others: pictures that rows name as further pictures.
-        rejects: columns `item` and `reason`, ascending by item. orphans: files beside no picture.
-        shared: caption files of several pictures.
+        rejects: columns `item` and `reason`, ascending by item. orphans: files beside no picture; loose: the caption
+            files among them, as of `Source.loose`. shared: caption files of several pictures.
     """
 
     def __init__(
@@ -128,7 +132,7 @@ class Listing:
         self.others: ItemRows | None = None
         self.pictures = scratch.rows(_PICTURES, scratch.sorted_rows((name,) for name in pictures))
         self.rejects = REJECTS.empty_table()
-        self.orphans, self.shared = Kinds(), Kinds()
+        self.orphans, self.shared, self.loose = Kinds(), Kinds(), Kinds()
         self._scratch, self._further = scratch, {one.kind: one for one in further}
         files = beside()
         self._beside = ItemRows(scratch.rows(_BESIDE, self._owned(files) if len(files) else ()), scratch)
@@ -192,6 +196,8 @@ class Listing:
                 if not owners:
                     what = f".{extension(file)} file without a" if one is None else f"{one.kind} picture of no"
                     self.orphans.note(f"{what} picture", 1, [file])
+                    if one is None:
+                        note_loose(self.loose, file)
                 elif one is None and len(owners) > 1:
                     self.shared.note(SHARED, 1, [f"{file} of {' and '.join(owners)}"])
                 yield from ((picture, kind, file) for picture in owners)
@@ -322,6 +328,7 @@ class FolderSource(Source):
         """All names by kind, with the contents of the metadata files."""
         self.filesystem.refresh()
         self._reset_ignored()
+        self.loose = Kinds()
         found, disk = _Found(self.scratch), self.filesystem
         if isinstance(disk, LocalFilesystem):
             files = self._walk(disk, found)
@@ -331,6 +338,7 @@ class FolderSource(Source):
         listing = Listing(self.scratch, pictures, found.beside.finish, self.further)
         self.ignored.merge(listing.orphans)
         self.shared = listing.shared
+        self.loose.merge(listing.loose)
         metadata = MetadataReader(self.filesystem, self.rule, self.scratch, self.further)
         if not len(listing) and not found.refused:
             what, way = explain(self.filesystem) or ("", "--data DIR with the folder of the pictures")
@@ -385,6 +393,8 @@ class FolderSource(Source):
                 found.refused += 1
             else:
                 self._ignore(kind_of_file(key), 1, [key])
+                if self.rule.text_weight is not None:
+                    note_loose(self.loose, key)
         elif kind in TEXT_ENDINGS and self.rule.text_weight is None:
             self._ignore(f".{kind} file (data.caption_weights does not list txt)", 1, [key])
         elif problem is not None:
@@ -493,6 +503,12 @@ class Folder(Format):
 
     def source(self, given: Given, files: Iterable[str]) -> Source:
         return FolderSource(given.filesystem, given.rule, given.name)
+
+
+def note_loose(loose: Kinds, file: str) -> None:
+    """Note a file that is the caption of no picture, if it may hold a caption."""
+    if _TEXT.fullmatch(extension(file)):
+        loose.note(posixpath.join(posixpath.dirname(file), f"*.{extension(file)}"), 1, [file])
 
 
 def texts(table: pa.Table) -> Iterator[tuple[str, ...]]:

@@ -28,6 +28,8 @@ def refuse(filesystem: Filesystem, file: str, pictures: pa.ChunkedArray, rule: C
     _, row = first_row(filesystem, file, None, any_row=True)
     folders = {column: folder for column in row if (folder := _folder(row[column], file, pictures)) is not None}
     captions = [column for column in text_columns(row) if column not in folders]
+    if not folders and (captions or rule.has_caption_column(row)):
+        _refuse_elsewhere(filesystem, file, row, pictures)
     if not folders or not (captions or rule.has_caption_column(row)):
         return
     known = [column for column in (*NAME_COLUMNS, *CONTROL.values()) if column in folders][:1]
@@ -38,6 +40,24 @@ def refuse(filesystem: Filesystem, file: str, pictures: pa.ChunkedArray, rule: C
         found=f"the columns {', '.join(repr(escaped(column)) for column in row)}",
         fix=" or ".join(" ".join([command, *way]) for way in ways) + ", or move the file away",
     )
+
+
+def _refuse_elsewhere(filesystem: Filesystem, file: str, row: dict[str, object], pictures: pa.ChunkedArray) -> None:
+    """Raises a UserError if a row names a picture of another folder than that of its file and those below."""
+    for column, value in row.items():
+        name = value.replace("\\", "/") if isinstance(value, str) else ""
+        if column not in (*NAME_COLUMNS, *CONTROL.values()) or extension(name) not in EXTENSIONS:
+            continue
+        there = pictures.filter(pc.or_(pc.equal(pictures, name), pc.ends_with(pictures, f"/{name}")))
+        if len(there):
+            picture = there[0].as_py()
+            folder = f"{filesystem.location}/{picture.removesuffix(name).strip('/')}".rstrip("/")
+            raise UserError(
+                f"{filesystem.location}: no picture has a caption beside it, and {escaped(file)} lists pictures of "
+                "another folder",
+                found=f"{escaped(column)}: {escaped(name)}, which is {escaped(picture)}",
+                fix=f"mv {shlex.quote(filesystem.full_name(file))} {shlex.quote(folder)}/, and then the same command",
+            )
 
 
 def _settings(

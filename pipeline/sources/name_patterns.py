@@ -19,6 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.sources.filenames import stem
+from pipeline.sources.name_pairs import Pair, pairs
+from pipeline.sources.reject_kinds import Kinds
 
 SAMPLED = 500
 """Pictures whose names are compared with all others."""
@@ -26,6 +28,7 @@ SIBLINGS = 50
 """Folders beside a folder that are compared with it."""
 
 MASK, CONTROL, REGULARISATION, UNKNOWN = "mask", "control", "regularisation", ""
+CAPTION = "caption"
 
 _WORDS = {
     MASK: "mask masks masklabel masklabels seg segs segm segmentation segmentations matte mattes trimap trimaps label "
@@ -49,10 +52,12 @@ class Pattern:
     """Pictures that are something else by their names.
 
     Attributes:
-        kind: `MASK`, `CONTROL`, `REGULARISATION`, or `UNKNOWN` for further pictures of either kind.
-        way: `suffix` or `folder`. value: as `data.pictures` takes it.
+        kind: `MASK`, `CONTROL`, `REGULARISATION`, or `UNKNOWN` for further pictures of either kind; `CAPTION` for files
+            of text.
+        way: `suffix` or `folder`; `name` for names that `data.pictures` cannot say. value: as `data.pictures` takes it.
         count: how many. example: such a picture. of: the picture that it belongs to; of a regularisation picture the
             folder of all others, "" if there is none.
+        pair: of the way `name`, both names.
     """
 
     kind: str
@@ -61,6 +66,14 @@ class Pattern:
     count: int
     example: str
     of: str = ""
+    pair: Pair | None = None
+
+    @property
+    def folder(self) -> str:
+        """Where pictures of the way `name` are to be, under the names of their pictures."""
+        assert self.pair is not None
+        words = re.findall("[a-z]+", f"{self.pair.before} {self.pair.after}".lower())
+        return self.pair.folder or next(word for word in words if word in _KINDS)
 
 
 def kind_of(name: str) -> str:
@@ -132,7 +145,73 @@ def further(items: pa.ChunkedArray, has_caption: pa.ChunkedArray) -> list[Patter
         count = _count_ending(bare, value) if way == "suffix" else _count_below(bare, value)
         if 2 * paired >= len(similar) and (kind or 2 * count >= max(4, len(items) - len(bare))):
             patterns.append(Pattern(kind, way, value, count, *examples[kind, way, value]))
+    rest = [item for item in readings if not any(_fits(item, each.way, each.value) for each in patterns)]
+    patterns += _by_name(rest, items, bare, folders)
     return sorted(patterns, key=lambda pattern: (-pattern.count, pattern.way, pattern.value))
+
+
+def captions(files: Kinds, items: pa.ChunkedArray, has_caption: pa.ChunkedArray) -> list[Pattern]:
+    """The patterns of files of text, beside no picture, that belong to pictures without a caption by their names.
+
+    Args:
+        files: by folder and ending, with examples. items, has_caption: as of `further`.
+    """
+    if not files.total or not len(bare := items.filter(pc.invert(has_caption))):
+        return []
+    kinds = {file: kind for kind, some in files.examples.items() for file in some}
+    paired = pairs(kinds, bare, _folders(pc.replace_substring_regex(items, _ENDING, "")), lambda *names: True)
+    patterns = list[Pattern]()
+    for kind, some in files.examples.items():
+        found = [paired[file] for file in some if file in paired]
+        if 2 * len(found) >= len(some) and found:
+            count = files.counts[kind]
+            patterns.append(Pattern(CAPTION, "name", kind, count, found[0].file, found[0].picture, found[0]))
+    return patterns
+
+
+def _by_name(
+    files: list[str], items: pa.ChunkedArray, bare: pa.ChunkedArray, folders: dict[str, list[str]]
+) -> list[Pattern]:
+    """The patterns of the way `name` among some pictures without a caption, by words that are known.
+
+    Args:
+        items, bare: names of all pictures, and of those without a caption. folders: below each folder.
+    """
+    files = [file for file in files if re.search(_LIKELY, file)]
+    if not files:
+        return []
+
+    def usable(file: str, picture: str, more: str) -> bool:
+        *above, name = stem(picture).split("/")
+        others = [part for part in above if part not in file.split("/")]
+        return _kind_of_pair(file, picture, more) != UNKNOWN and not any(map(kind_of, [name, *others]))
+
+    found = dict[tuple[str, str], list[Pair]]()
+    for file, pair in pairs(files, items, folders, usable).items():
+        kind = _kind_of_pair(file, pair.picture, pair.before + pair.after)
+        value = "/".join(filter(None, [pair.folder, f"{pair.before}*{pair.after}"]))
+        found.setdefault((kind, value), []).append(pair)
+    patterns = []
+    for (kind, value), some in found.items():
+        pattern = _pattern_of(value)
+        if 2 * len(some) >= sum(re.search(pattern, file) is not None for file in files):
+            count = _true(pc.match_substring_regex(bare, pattern))
+            patterns.append(Pattern(kind, "name", value, count, some[0].file, some[0].picture, some[0]))
+    return patterns
+
+
+def _kind_of_pair(file: str, picture: str, more: str) -> str:
+    """What a picture is that is paired by name. more: what its name has more than that of the other."""
+    above = [part for part in file.split("/")[:-1] if part not in picture.split("/")[:-1]]
+    return next(filter(None, map(kind_of, [more, *above])), UNKNOWN)
+
+
+def _pattern_of(value: str) -> str:
+    """The regular expression of the value of a pattern of the way `name`."""
+    folder, _, name = value.rpartition("/")
+    inside = f"{re.escape(folder)}/(?:.*/)?" if folder else ""
+    before, _, after = name.partition("*")
+    return f"(?:^|/){inside}{re.escape(before)}[^/]*{re.escape(after)}{_ENDING}"
 
 
 def _readings(item: str, folders: dict[str, list[str]]) -> Iterator[tuple[str, str, str, str]]:

@@ -5,6 +5,7 @@ Of `X.jpg` they are `X.txt` and `X.json`; other tools write `X.caption` (kohya's
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,6 +38,10 @@ class SampleColumns:
                 self.captions[column] = value
 
 
+class NoCaption(Reject):
+    """Why a file is no caption, though it has the name of one."""
+
+
 Content = str | dict[str, Any] | Reject
 """Of a caption file; a Reject says why it cannot be used."""
 
@@ -55,6 +60,7 @@ def captions_of(
     for file, content in contents.items():
         if isinstance(content, Reject):
             picture.problems.append((file, content.reason))
+            picture.is_lost |= not isinstance(content, NoCaption) and (extension(file) != "json" or bool(rule.columns))
         elif isinstance(content, dict):
             objects[file] = {**content, **sample.captions}
             row = {**content, **row}
@@ -75,17 +81,20 @@ def read_sidecar(name: str, data: bytes | Unreadable) -> Content:
     if isinstance(data, Unreadable):
         return Reject(name, f"cannot be read: {str(data).removeprefix(escaped(name) + ': ')}")
     if len(data) > MAX_CAPTION_BYTES:
-        return Reject(name, f"is larger than {MAX_CAPTION_BYTES:,} bytes, which is no caption")
+        return NoCaption(name, f"is larger than {MAX_CAPTION_BYTES:,} bytes, which is no caption")
+    encoding = "utf-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode(encoding)
     except UnicodeDecodeError as error:
-        return Reject(name, f"is not UTF-8 (byte {error.start})")
+        return Reject(name, f"is not {encoding.removesuffix('-sig').upper()} (byte {error.start})")
     if extension(name) != "json":
         text = text.strip()
         is_caption = not text or any(map(str.isalpha, text))
-        return text if is_caption else Reject(name, "holds no letter, so no caption (numbers of boxes?)")
+        return text if is_caption else NoCaption(name, "holds no letter, so no caption (numbers of boxes?)")
     value = parse_json(text)
-    return value if isinstance(value, dict) else Reject(name, value)
+    if isinstance(value, dict):
+        return value
+    return (NoCaption if text.lstrip()[:1] == "[" and '["' not in "".join(text.split()) else Reject)(name, value)
 
 
 def parse_json(text: str) -> dict[str, Any] | str:

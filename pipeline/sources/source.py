@@ -166,6 +166,9 @@ class Source(ABC):
     further_by: frozenset[str] = frozenset()
     """How it can find them: names of fields of `Further`."""
 
+    loose: Kinds = Kinds()
+    """Files of text of the last listing that are the caption of no picture, by folder and ending."""
+
     shared: Kinds = Kinds()
     """Files of the last listing that are the caption of several pictures each."""
 
@@ -330,7 +333,7 @@ class Source(ABC):
             self.rule.offered.add(said.hidden)
             advice = setting("data.caption_field", said.hidden)
             return Reject(key, f"has a caption in another column: {said.hidden!r} ({advice})")
-        if not captions:
+        if not captions or (said.is_lost and not said.candidates):
             return Reject(key, f"has no usable caption: {'; '.join(problems)}" if problems else otherwise)
         for problem in problems:
             self._ignore(f"caption of a usable picture: {kind(key, problem)}", 1, [key])
