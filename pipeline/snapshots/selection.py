@@ -19,6 +19,7 @@ from pipeline.cache.arrow import batches
 from pipeline.cache.keys import SortedKeys, halves, of_halves
 from pipeline.cache.scratch import Scratch
 from pipeline.snapshots import filters
+from pipeline.snapshots.duplicates import Duplicates
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import EncodedRecords, Frame, Joined, pieces
 
@@ -153,15 +154,26 @@ def deduplicated(
     keys: np.ndarray | None = None,
     better: Better | None = None,
     keep_captions: bool = False,
-) -> Frame:
+    kept: np.ndarray | None = None,
+    listed: Duplicates | None = None,
+) -> tuple[Frame, np.ndarray | None]:
     """Keep one picture of each digest, or group. A picture in an earlier snapshot precedes; then a better one; then
     sources precede as in `order`, then items by (source, item).
 
     Args:
         keys: (n,) S16, of the samples' groups; None: their digests.
-        keep_captions: what stays gets the captions of what does not.
+        keep_captions: the one picture gets the captions of what is left out.
+        kept: (n,) bool, samples that stay beside it; None: none.
+        listed: gets all groups.
+
+    Returns:
+        What stays; and of `kept` of groups (n,) S16, the digest of the one picture, of others their own; else None.
     """
     further: dict[int, np.ndarray] = {}
+    sides = None if kept is None or keys is None else joined.scratch.array(len(frame), "S16")
+    if sides is not None:
+        for piece in pieces(len(frame)):
+            sides[piece] = frame.digest[piece]
     rank = [order.index(name) if name in order else len(order) for name in joined.sources]
     stays = in_earlier_snapshot(joined, frame, earlier)
     keep, groups_of = joined.scratch.array(len(frame), bool), frame.digest if keys is None else keys
@@ -175,16 +187,34 @@ def deduplicated(
         merits = better(rows) if better is not None else [()] * len(rows)
         best: dict[int, tuple[Any, ...]] = {}
         for at, source in enumerate(frame.source[rows].tolist()):
-            candidate = (not known[at], *merits[at], rank[source], joined.sources[source], items[at], pictures[at])
+            merit = (not known[at], *merits[at], rank[source], joined.sources[source], items[at])
+            candidate = (*merit, pictures[at], at)
             best[groups[at]] = min(best.get(groups[at], candidate), candidate)
-        keep[rows] = [picture == best[of][-1] for of, picture in zip(groups, pictures, strict=True)]
-        for some in np.split(rows, np.flatnonzero(np.diff(groups)) + 1) if keep_captions and len(rows) else ():
-            lost = [np.arange(frame.captions[row], frame.captions[row + 1]) for row in some[~keep[some]].tolist()]
-            further |= {row: np.concatenate(lost) for row in some[keep[some]].tolist() if lost}
+        is_best = np.array([picture == best[of][-2] for of, picture in zip(groups, pictures, strict=True)], bool)
+        keep[rows] = is_best if kept is None else is_best | kept[rows]
+        if listed is not None:
+            listed.add(rows, group[suspects], keep[rows])
+        if sides is not None:
+            beside = np.flatnonzero(keep[rows] & ~is_best)
+            sides[rows[beside]] = frame.digest[rows[[best[groups[at]][-1] for at in beside.tolist()]]]
+        for some in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(groups)) + 1) if keep_captions else ():
+            lost = [np.arange(*frame.captions[row : row + 2]) for row in rows[some][~keep[rows[some]]].tolist()]
+            further |= {row: np.concatenate(lost) for row in rows[some][is_best[some]].tolist() if lost}
     what, instead = ("is the same as", "none") if keys is None else ("looks the same as", "image")
     left_out = len(keep) - int(np.count_nonzero(keep))
-    joined.leave(f"its picture {what} another sample's", left_out, f"bucket.dedup={instead}")
-    return (_with_captions(joined, frame, further) if further else frame).take(keep, joined.scratch)
+    to_keep = f"name it in bucket.dedup_keep, or bucket.dedup={instead}"
+    joined.leave(f"its picture {what} another sample's", left_out, to_keep)
+    if listed is not None:
+        listed.finish()
+    chosen = (_with_captions(joined, frame, further) if further else frame).take(keep, joined.scratch)
+    return chosen, None if sides is None else _taken(joined, sides, keep)
+
+
+def _taken(joined: Joined, values: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    writer = joined.scratch.writer(values.dtype)
+    for piece in pieces(len(values)):
+        writer.add(values[piece][keep[piece]])
+    return writer.finish()
 
 
 def _with_captions(joined: Joined, frame: Frame, further: dict[int, np.ndarray]) -> Frame:
