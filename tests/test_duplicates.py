@@ -228,7 +228,7 @@ def test_many_groups_are_listed_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch
     joined = Joined(["s"])
     frame = _frame(items[number])
     keys = np.array([b"%016d" % group[n] for n in number], "S16")
-    monkeypatch.setattr(duplicates, "_AT_A_TIME", 7)
+    monkeypatch.setattr(duplicates, "AT_A_TIME", 7)
     monkeypatch.setattr("pipeline.snapshots.join.ROWS", 50)
     groups = Duplicates("near", joined, frame)
     _, _ = selection.deduplicated(joined, frame, [], selection.Earlier(Scratch()), keys, listed=groups)

@@ -34,7 +34,8 @@ NAMED = 5
 OPTION = "bucket.dedup_keep"
 CANDIDATES = 5000
 """Names that are compared letter by letter with one that does not exist."""
-_AT_A_TIME = 1 << 12
+AT_A_TIME = 1 << 12
+"""Groups that are listed at a time."""
 
 
 class Duplicates:
@@ -132,8 +133,8 @@ class Duplicates:
     def _listed(self) -> Iterator[tuple[np.ndarray, list[str], list[str]]]:
         """Rows, the numbers of their groups, and whether they stay, some thousands at a time."""
         order = self._order()
-        for first in range(0, len(order), _AT_A_TIME):
-            some = order[first : first + _AT_A_TIME]
+        for first in range(0, len(order), AT_A_TIME):
+            some = order[first : first + AT_A_TIME]
             sizes = self._starts[some + 1] - self._starts[some]
             numbers = np.repeat(np.arange(len(some)), sizes)
             places = np.arange(len(numbers)) + (self._starts[some] - np.cumsum(sizes) + sizes)[numbers]
