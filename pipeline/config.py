@@ -520,6 +520,9 @@ class BucketConfig(_Section):
     """Bits of 128 in which the hashes of near pictures may differ. Fewer: surer copies, and a faster search."""
     dedup_captions: Literal["drop", "keep"] = "drop"
     """keep: the captions of pictures that `dedup` leaves out become further captions of the one that stays."""
+    dedup_keep: list[str] = []
+    """Pictures that `dedup` does not leave out, by `ITEM` or `SOURCE: ITEM` as `bucket` lists them: other pictures that
+    look the same."""
     balance: BalanceConfig | None = None
     """null: every sample counts the same."""
     heldout: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -165,19 +165,13 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
         )
     kinds = f" with {', '.join(further)}" if (further := report["further"]) else ""
     click.echo(f"{report['samples']} samples{kinds}, {report['steps_per_epoch']:.2f} optimizer steps per epoch")
-    if report["repeated_pictures"]:
+    if report["repeated_pictures"] and not any(each["left_out"] for each in report["duplicates"]):
         click.echo(
             f"note: {report['repeated_pictures']} samples repeat a picture of another sample (equal files); with "
             "--set bucket.dedup=image each picture is used once"
         )
-    if report["near"] is not None:
-        near = report["near"]
-        click.echo(
-            f"near-duplicates: {near['groups']} groups of {near['pictures']} pictures"
-            + ("; the largest, with their largest picture:" if near["groups"] else "")
-        )
-        for group in near["largest"]:
-            click.echo(f"{group['pictures']:>9} {escaped(group['example'])}")
+    for duplicates in report["duplicates"]:
+        _print_duplicates(duplicates)
     if report["balance"]:
         click.echo(f"{'cluster':>9} {'share':>7} {'visits':>7} {'share of visits':>16}  such as")
     for cluster in report["balance"]:
@@ -193,6 +187,36 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
     if report["adopted_bytes"]:
         verb = "would be" if dry_run else "were"
         click.echo(f"{amount(report['adopted_bytes'])} of shards {verb} linked or copied from other caches")
+
+
+def _print_duplicates(duplicates: dict[str, Any]) -> None:
+    """Print the largest groups: what stays, then what is left out."""
+    what = "near-duplicates" if duplicates["kind"] == "near" else "equal files"
+    groups, largest, flat = duplicates["groups"], duplicates["largest"], duplicates["not_compared"]
+    more = "; the largest" if groups > len(largest) else ""
+    click.echo(
+        f"{what}: {groups} groups of {duplicates['pictures']} pictures, {duplicates['left_out']} left out{more}"
+        + (":" if groups else "")
+    )
+    for group in largest:
+        stays = group["pictures"] - group["left_out_pictures"]
+        sides = [("stays", group["stays"], stays), ("left out", group["left_out"], group["left_out_pictures"])]
+        texts = [f"{side}: {_listed(names, count)}" for side, names, count in sides if count]
+        click.echo(f"{group['pictures']:>9} {'; '.join(texts)}")
+    if flat["pictures"]:
+        click.echo(
+            f"note: {flat['pictures']} pictures have too little detail to be compared; of them only equal files are "
+            f"duplicates: {reject_kinds.examples(flat['examples'], flat['pictures'])}"
+        )
+    if duplicates["list"]:
+        click.echo(f"each group with its pictures: {duplicates['list']}")
+    elif more:
+        click.echo("without --dry-run a list in the cache has each group")
+
+
+def _listed(names: list[str], count: int) -> str:
+    """The first names of `count`."""
+    return ", ".join(map(escaped, names)) + (f" and {count - len(names)} more" if count > len(names) else "")
 
 
 def _print_id(report: dict[str, Any]) -> None:

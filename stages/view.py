@@ -52,8 +52,9 @@ def run(
     values, records = sample_view.describe(cache, opened, row)
     if near:
         alike = near_samples.alike(opened, row, config.bucket.dedup_distance)
-        names = {other: ": ".join(opened.source_item(other)) for other, _ in alike}
-        values["near"] = [{"row": other, "item": names[other], "bits": bits} for other, bits in alike]
+        names = {other: ": ".join(opened.source_item(other)) for other, _ in alike.pictures}
+        values["near"] = [{"row": other, "item": names[other], "bits": bits} for other, bits in alike.pictures]
+        values["too_little_detail"] = {"this": alike.is_flat, "others": alike.flat}
     photos = SourcePictures(config, cache)
     values["readable"] = photos.data(values["source"], values["item"]) is not None
     rows = [*_rows(values), *((kind, _record(values[kind])) for kind in opened.pictures)]
@@ -75,11 +76,23 @@ def run(
         click.echo(f"{name + ':':<10} {escaped(value)}")
     for other in values.get("near", ()):
         click.echo(f"{'near:':<10} {escaped(other['item'])} ({other['bits']} bits)")
+    if near:
+        click.echo(f"{'near:':<10} {_compared(values)}")
     for caption in values["captions"]:
         click.echo(f"{'caption:':<10} {escaped(caption['text'])}\n{'':<10} {_caption(caption)}")
     if out is not None:
         click.echo(f"{'page:':<10} {out}")
     return 0
+
+
+def _compared(values: dict[str, Any]) -> str:
+    """How many pictures look like this one, and what was not compared."""
+    flat, found = values["too_little_detail"], len(values["near"])
+    if flat["this"]:
+        return "this picture has too little detail to be compared with others"
+    return f"{found} look like it" + (
+        f"; {flat['others']} others have too little detail to be compared" if flat["others"] else ""
+    )
 
 
 def _rows(values: dict[str, Any]) -> list[tuple[str, str]]:

@@ -33,7 +33,7 @@ from pipeline.models import encoders
 from pipeline.models.text import TextEncoder, count_rows
 from pipeline.signals import recipes
 from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.phash import HashRecipe
+from pipeline.signals.phash import RULE, HashRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 from pipeline.sources.folder import FolderSource
@@ -369,7 +369,7 @@ def test_encode_gives_one_json_object_on_stdout(
 @pytest.mark.parametrize(("decode_s", "bound"), [(1.0, False), (3.0, True)])
 def test_hours_are_the_slower_of_encoder_and_decoding_then_the_text(decode_s: float, bound: bool) -> None:
     shape = (64, 64)
-    latent, hashed = LatentRecipe(), HashRecipe()
+    latent, hashed = LatentRecipe(), HashRecipe(rule=RULE)
     pictures = {latent: estimate.Pictures(Counter({shape: 4})), hashed: estimate.Pictures(Counter({shape: 2}))}
     work, sizes = estimate.Wanted(pictures=pictures, captions=1), estimate.Sizes({}, 0, tokens=20, sampled=1)
     pixels = shape[0] * shape[1]

@@ -90,14 +90,19 @@ def test_one_picture_of_each_group_stays_the_largest(
     left = items(Cache(config().cache).open_snapshot())
     ends = ("small", "mirrored", "cropped")
     assert every - left == {f"{name}-{end}.jpg" for name in originals(source) for end in ends}
-    assert (report["near"]["groups"], report["near"]["pictures"]) == (3, 12)
-    assert sorted(group["pictures"] for group in report["near"]["largest"]) == [4, 4, 4]
-    examples = (group["example"].removesuffix(".jpg") for group in report["near"]["largest"])
-    assert sorted(each.removesuffix("-mirrored") for each in examples) == [f"all: {name}" for name in originals(source)]
+    [near] = report["duplicates"]
+    assert (near["kind"], near["groups"], near["pictures"], near["left_out"]) == ("near", 3, 12, 9)
+    assert sorted(group["pictures"] for group in near["largest"]) == [4, 4, 4]
+    assert {name for group in near["largest"] for name in group["stays"]} <= {f"all: {item}" for item in left}
+    assert {name for group in near["largest"] for name in group["left_out"]} == {
+        f"all: {item}" for item in every - left
+    }
     [entry] = [entry for entry in report["left_out"] if "looks the same" in entry["reason"]]
-    assert (entry["samples"], entry["keep"]) == (9, "bucket.dedup=image")
+    assert entry["samples"] == 9 and "bucket.dedup_keep" in entry["keep"] and "bucket.dedup=image" in entry["keep"]
     stages.bucket.run(config("bucket.dedup=near"), dry_run=True)
-    assert "near-duplicates: 3 groups of 12 pictures" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "near-duplicates: 3 groups of 12 pictures, 9 left out" in out
+    assert all(f"all: {item}" in out for item in every - left), "every picture of a few groups"
 
 
 def test_distance_zero_leaves_copies_alone(config: Callable[..., Config]) -> None:

@@ -309,5 +309,5 @@ def test_samples_that_are_selected_are_beside_the_cache(
         **columns,
     )
     earlier = selection.Earlier(joined.scratch)
-    assert selection.deduplicated(joined, frame, [], earlier).item.to_pylist() == ["a", "c"]
+    assert selection.deduplicated(joined, frame, [], earlier)[0].item.to_pylist() == ["a", "c"]
     assert selection.subset(joined, frame, 2, earlier)[0].item.to_pylist() == ["a", "b"]

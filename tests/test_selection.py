@@ -101,7 +101,7 @@ def test_the_picture_that_stays_and_its_captions_are_those_of_a_plain_reading(
         known = rng.permutation(frame.sample_id)[: len(frame) // 5]
         records: Any = SimpleNamespace(texts=SimpleNamespace(columns={"caption_length": lengths}))
         better = selection.larger(frame, records) if by == "size" else None
-        made = selection.deduplicated(
+        made, _ = selection.deduplicated(
             joined, frame, ["b"], selection.Earlier(joined.scratch, [known]), None, better, keeps
         )
         wanted = expected(frame, ["b"], set(known.tolist()), lengths if by == "size" else None, keeps)

@@ -11,7 +11,7 @@ section away. What differs is printed either way.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pipeline.config import (
     WAYS,
@@ -19,6 +19,7 @@ from pipeline.config import (
     ControlPictureConfig,
     DataConfig,
     DataGiven,
+    EncodeConfig,
     MaskPictureConfig,
     TagsConfig,
     setting,
@@ -50,6 +51,7 @@ ANOTHER_WAY = "is read another way"
 FORMAT, SIGNALS = "format", "signals"
 _DATA = sorted({option.partition(".")[0] for group in GROUPS for option in group} - {SIGNALS})
 _DEFAULTS: dict[str, Any] = {**DataConfig().model_dump(mode="json"), SIGNALS: []}
+_KINDS: tuple[str, ...] = get_args(get_args(EncodeConfig.model_fields[SIGNALS].annotation)[0])
 _SECTIONS: dict[str, dict[str, Any]] = {
     "tags": TagsConfig().model_dump(),
     "pictures.control": ControlPictureConfig().model_dump(),
@@ -98,6 +100,7 @@ def settled(config: Config, format: str | None, name: str, scan: dict[str, Any] 
     now, given = _values(config.data, config.encode.signals), config._data_given
     read = scan.get("read", {})
     used, file = ({**_DEFAULTS, **read.get(part, {})} for part in ("used", "file"))
+    used[SIGNALS] = [kind for kind in _KINDS if kind in scan.get("recipes", {})]  # old scans do not remember it
     base = None if given.file is None else _values(given.file, given.signals)
     result, notes = _values(config.data, config.encode.signals), list[str]()
     for group in GROUPS:

@@ -27,7 +27,7 @@ from pipeline.errors import CacheError, IntegrityError
 from pipeline.images import buckets
 from pipeline.reporting.further_figures import further_figures
 from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.phash import HashRecipe
+from pipeline.signals.phash import ANEW, HashRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import near, near_samples
 from pipeline.snapshots.join import epoch_steps
@@ -56,6 +56,7 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
     samples, names = pa.concat_tables(snapshot.tables()), pa.concat_tables(snapshot.name_tables())
     bucket = np.repeat(np.arange(len(snapshot.buckets)), [each.samples for each in snapshot.buckets])
     crop, by_bucket, missing = _crop(cache, snapshot, names, bucket)
+    alike, not_compared = _alike(snapshot, names)
     caption_keys = pc.struct_field(pc.list_flatten(samples.column("captions")), "key")
     return {
         "id": snapshot.id,
@@ -75,7 +76,8 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
         },
         "further": further_figures(snapshot),
         "visits": _visits(snapshot),
-        "alike": _alike(snapshot, names),
+        "alike": alike,
+        "not_compared": not_compared,
         "left_out": [
             {"reason": reason, "samples": count}
             for reason, count in sorted(head.left_out.items(), key=lambda pair: (-pair[1], pair[0]))
@@ -108,10 +110,14 @@ def _visits(snapshot: Snapshot) -> list[dict[str, Any]]:
     ]
 
 
-def _alike(snapshot: Snapshot, names: pa.Table) -> list[dict[str, Any]]:
-    """The largest groups of pictures that look the same; [] without hashes, and of more than `COMPARED` samples."""
-    if HashRecipe.kind not in snapshot.pictures or len(snapshot) > COMPARED:
-        return []
+def _alike(snapshot: Snapshot, names: pa.Table) -> tuple[list[dict[str, Any]], str]:
+    """The largest groups of pictures that look the same; and what was not compared, "" if nothing."""
+    if HashRecipe.kind not in snapshot.pictures:
+        return [], ""
+    if not near_samples.has_hashes(snapshot.head.recipes_by_kind.values()):
+        return [], f"The pictures were not compared: their hashes are of an earlier version; {ANEW} makes them again."
+    if len(snapshot) > COMPARED:
+        return [], f"The pictures were not compared, since there are more than {COMPARED:,} samples."
     settings = BucketConfig.model_validate((snapshot.head.options or {}).get("bucket", {}))
     rows = (
         names.select(["source", "item"])
@@ -119,14 +125,16 @@ def _alike(snapshot: Snapshot, names: pa.Table) -> list[dict[str, Any]]:
         .group_by(["source", "item"])
     )
     first = np.sort(rows.aggregate([("row", "min")]).column("row_min").to_numpy())  # of several resolutions
-    member = near.groups(near_samples.hashes_of(snapshot)[first], settings.dedup_distance)
+    hashed = near_samples.hashes_of(snapshot)[first]
+    member, flat = near.groups(hashed, settings.dedup_distance), int(near_samples.is_flat(hashed).sum())
     sizes = np.bincount(member)
     largest = np.argsort(-sizes, kind="stable")[: near_samples.LARGEST]
-    return [
+    groups = [
         {"pictures": int(sizes[group]), "examples": _examples(snapshot, first[member == group][:SHOWN])}
         for group in largest.tolist()
         if sizes[group] > 1
     ]
+    return groups, f"{flat:,} pictures have too little detail to be compared." if flat else ""
 
 
 def _examples(snapshot: Snapshot, rows: np.ndarray) -> list[dict[str, str]]:

@@ -8,9 +8,16 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from pipeline.config import Config
+from pipeline.errors import CacheError
 from pipeline.images.decoding import pixel_fields
-from pipeline.images.perceptual_hash import LENGTH, RULE, hashes
+from pipeline.images.perceptual_hash import LENGTH, RULE, WORDS, hashes
 from pipeline.signals import PictureEncoder, PictureSignal
+
+LENGTHS = {"dct-sign-2x128-1": WORDS + 1, RULE: LENGTH}
+"""Words of a hash by its rule. Hashes of earlier rules can be read, but not compared: the first has no colours."""
+
+ANEW = "sana-pipe encode --set 'encode.signals=[phash]' for each source and resolution (latents stay)"
+"""Makes hashes that a cache lacks, or has by an earlier rule."""
 
 
 class _Hasher:
@@ -31,8 +38,20 @@ class HashRecipe(PictureSignal):
     bf16: ClassVar[bool] = False
     rule: str = ""
 
+    @property
+    def is_compared(self) -> bool:
+        """Whether this version compares such hashes."""
+        return self.rule == RULE
+
     def shape(self, height: int, width: int) -> tuple[int, ...]:
-        return (LENGTH,)
+        """Raises CacheError for a rule that this version does not know."""
+        if self.rule not in LENGTHS:
+            raise CacheError(
+                f"hashes of the rule {self.rule!r}, which this version does not know",
+                expected=" or ".join(LENGTHS),
+                fix="read this cache with the version of sana-pipe that wrote it, or a newer one",
+            )
+        return (LENGTHS[self.rule],)
 
     @classmethod
     def wanted(cls, config: Config) -> Self | None:

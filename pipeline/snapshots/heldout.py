@@ -19,6 +19,7 @@ from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Head, HeldOut, Snapshot, picture_keys
 from pipeline.errors import ConfigError, IntegrityError
 from pipeline.signals.latent import LatentRecipe
+from pipeline.signals.phash import HashRecipe
 
 OPTION = "train.validation.snapshot"
 
@@ -43,12 +44,12 @@ def find(cache: Cache, snapshot: Snapshot) -> str | None:
 
 
 def check(snapshot: Snapshot, part: Snapshot) -> None:
-    """Refuse records of other recipes.
+    """Refuse records of other recipes. Hashes are not trained on.
 
     Raises:
         ConfigError: names the fields that differ.
     """
-    for kind in (kind for kind in snapshot.head.recipes if kind in part.head.recipes):
+    for kind in (snapshot.head.recipes.keys() & part.head.recipes.keys()) - {HashRecipe.kind}:
         trained, validated = snapshot.head.recipes_by_kind[kind], part.head.recipes_by_kind[kind]
         if trained != validated:
             raise ConfigError(

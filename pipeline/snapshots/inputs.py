@@ -145,7 +145,7 @@ def _recipes(config: Config, scans: dict[str, Scan]) -> tuple[list[Recipe], dict
                 raise CacheError(
                     f"sources {first_source!r} and {source!r} were encoded with different {kind} recipes",
                     found="; ".join(first.difference(recipe)),
-                    fix="encode both with the same configuration",
+                    fix="encode both again with the same configuration and version of sana-pipe",
                 )
         chosen.append(first)
     _check_settings(config, chosen)

@@ -21,24 +21,24 @@ from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Head, HeldOut, Policies
 from pipeline.config import BalanceConfig, BucketConfig, Config, DataConfig, SourceConfig, setting
 from pipeline.errors import CacheError, IntegrityError
-from pipeline.signals.phash import HashRecipe
+from pipeline.signals.phash import ANEW, HashRecipe
 from pipeline.snapshots import balance, near_samples, selection
+from pipeline.snapshots.duplicates import Duplicates, Named, unused
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.inputs import Inputs, Scan, read_inputs
 from pipeline.snapshots.join import Assembled, Frame, Joined, assemble, folder_repeats, join, usable, without_policy
 from pipeline.snapshots.near import Report
-from pipeline.snapshots.selection import Better
 
 
 @dataclass(frozen=True)
 class Made:
-    """A snapshot to be published. near: the pictures that look the same, where they were compared; leaked: as in
-    `Head`; balance: the clusters."""
+    """A snapshot to be published. duplicates: the groups, where pictures were compared; leaked: as in `Head`; balance:
+    the clusters."""
 
     assembled: Assembled
     joined: Joined
     frame: Frame
-    near: near_samples.NearGroups | None = None
+    duplicates: list[Duplicates] = field(default_factory=list)
     leaked: dict[str, int] = field(default_factory=dict)
     balance: list[dict[str, Any]] = field(default_factory=list)
 
@@ -51,7 +51,7 @@ def make(config: Config, inputs: Inputs, comparing: Comparing) -> tuple[Made, Ma
     """The snapshot to train on, and the held-out part if there is one.
 
     Raises:
-        CacheError: `bucket.dedup: near` in a cache without hashes.
+        CacheError: `bucket.dedup: near` in a cache without hashes; or hashes of an earlier rule are to be compared.
         UserError: nothing is left to train on, or a filter names what is not there.
     """
     return _Maker(config, inputs, comparing).make()
@@ -70,12 +70,15 @@ def made_again(config: Config, cache: Cache, head: Head, comparing: Comparing) -
     except ValidationError as error:
         values = [f"{'.'.join(map(str, each['loc']))} = {each['input']}" for each in error.errors()]
         raise IntegrityError(f"this version does not have its option {', '.join(values)}") from None
+    compares = (bucket.dedup == "near" or bucket.heldout) and HashRecipe.kind in head.recipes
+    if compares and not near_samples.has_hashes(head.recipes_by_kind.values()):
+        raise IntegrityError("it has compared hashes of an earlier version, which this one does not compare")
     used = {source: setting for source, setting in bucket.sources.items() if source in head.sources}
     bucket = bucket.model_copy(update={"sources": used})
     config = config.model_copy(update={"bucket": bucket, "data": data})
     recipes = {kind: recipe.name for kind, recipe in head.recipes_by_kind.items()}
     scans = {source: Scan(cache, table, recipes) for source, table in sorted(head.sources.items())}
-    made, heldout = make(config, read_inputs(config, [cache], scans), comparing)
+    made, heldout = _Maker(config, read_inputs(config, [cache], scans), comparing, again=True).make()
     side = head.policies.heldout
     assembled = (heldout or made).assembled if side is not None and side.side == "heldout" else made.assembled
     return replace(assembled.written(cache.files), options=head.options)
@@ -83,9 +86,10 @@ def made_again(config: Config, cache: Cache, head: Head, comparing: Comparing) -
 
 class _Maker:
     """Attributes: joined: the usable items of the sources, filtered, at all resolutions; earlier: the snapshot that the
-    new one grows from."""
+    new one grows from; again: it was made before, with all that is said of its options."""
 
-    def __init__(self, config: Config, inputs: Inputs, comparing: Comparing):
+    def __init__(self, config: Config, inputs: Inputs, comparing: Comparing, again: bool = False):
+        self.again = again
         self.config, self.settings, self.inputs, self.comparing = config, config.bucket, inputs, comparing
         cache = inputs.caches[0]
         self.joined = Joined(scratch=cache.files.scratch)
@@ -127,14 +131,17 @@ class _Maker:
 
     def make(self) -> tuple[Made, Made | None]:
         settings, joined, visits = self.settings, self.joined, [Fraction(1)]
-        frame = joined.frame()
+        frame, listed = joined.frame(), list[Duplicates]()
         if settings.dedup == "image":
-            frame = self._deduplicated(frame)
+            frame, _ = self._deduplicated(frame, listed)
         near = self._near_groups(frame)
         keys = None if near is None else near.keys
-        if settings.dedup == "near":
-            frame = self._deduplicated(frame, keys, selection.larger(frame, self.inputs.records))
-            keys = None  # one picture of each group is left
+        if near is not None and settings.dedup == "near":
+            frame, keys = self._deduplicated(frame, listed, near)  # one picture of each group, and those of dedup_keep
+        elif near is not None:
+            listed.append(Duplicates.that_stay(joined, frame, near.keys, near.not_compared))
+        if settings.dedup_keep and settings.dedup == "none":
+            joined.notes.append("bucket.dedup_keep has no effect, since bucket.dedup=none leaves nothing out")
         distance = None if keys is None else settings.dedup_distance
         frame, heldout = self._held_out(frame, keys, distance)
         if settings.subset is not None:
@@ -145,11 +152,37 @@ class _Maker:
             frame, visits = self._balanced(settings.balance, frame)
         made = self._assembled(joined, frame, "train", distance, visits)
         clusters = _clusters(joined, frame, visits)
-        return replace(made, balance=clusters, near=near, leaked=self._leaked(frame)), heldout
+        return replace(made, balance=clusters, duplicates=listed, leaked=self._leaked(frame)), heldout
 
-    def _deduplicated(self, frame: Frame, keys: np.ndarray | None = None, better: Better | None = None) -> Frame:
-        order, keeps = list(self.settings.sources), self.settings.dedup_captions == "keep"
-        return selection.deduplicated(self.joined, frame, order, self.earlier, keys, better, keeps)
+    def _deduplicated(
+        self, frame: Frame, listed: list[Duplicates], near: near_samples.NearGroups | None = None
+    ) -> tuple[Frame, np.ndarray | None]:
+        """What stays of equal files, or of near-duplicates; and keys of the groups that a held-out part takes whole."""
+        settings, joined = self.settings, self.joined
+        keys, better, flat = None, None, None
+        if near is not None:
+            keys, better, flat = near.keys, selection.larger(frame, self.inputs.records), near.not_compared
+        names = Named.of(settings.dedup_keep, self.inputs.scans)
+        kept, pictures = names.rows(joined, frame) if settings.dedup_keep else (None, {})
+        missing = [name for name in settings.dedup_keep if name not in pictures]
+        if missing and not self.again:
+            names.check(missing, {source: scan.cache.table(scan.table) for source, scan in self.inputs.scans.items()})
+        listed.append(Duplicates(settings.dedup, joined, frame, flat, pictures.values()))
+        result = selection.deduplicated(
+            joined,
+            frame,
+            list(settings.sources),
+            self.earlier,
+            keys,
+            better,
+            settings.dedup_captions == "keep",
+            kept,
+            listed[-1],
+        )
+        alone = {*missing, *(name for name, picture in pictures.items() if picture not in listed[-1].named)}
+        if alone:
+            joined.notes.append(unused([name for name in settings.dedup_keep if name in alone]))
+        return result
 
     def _near_groups(self, frame: Frame) -> near_samples.NearGroups | None:
         """The pictures that look the same, where that decides anything."""
@@ -160,7 +193,7 @@ class _Maker:
                     "bucket.dedup: near compares hashes of pictures, and not all sources have them",
                     expected=f"records of the kind {HashRecipe.kind}",
                     found=", ".join(inputs.records.indexes),
-                    fix="sana-pipe encode --set 'encode.signals=[phash]' for each source and resolution (latents stay)",
+                    fix=ANEW,
                 )
             return None
         if settings.dedup != "near" and not settings.heldout:
@@ -233,9 +266,19 @@ class _Maker:
             return {}
         if part.head.recipes.get(HashRecipe.kind) is None:
             return {}
+        both = inputs.records.recipes, part.head.recipes_by_kind.values()
+        if not all(map(near_samples.has_hashes, both)):
+            self.joined.notes.append(
+                f"which samples of {named} look like one of these was not counted: one of the two has hashes of an "
+                f"earlier version; {ANEW} makes them again, then sana-pipe bucket for both"
+            )
+            return {}
         with self.comparing(len(frame)) as report:
             shared = part, self.settings.dedup_distance, report
-            return {part.id: near_samples.leaked(frame, inputs.records, inputs.caches, *shared)}
+            leaked, flat = near_samples.leaked(frame, inputs.records, inputs.caches, *shared)
+        if flat:
+            self.joined.notes.append(f"{flat} samples of {named} have too little detail to be compared with these")
+        return {part.id: leaked}
 
 
 def _numbers(table: pa.Table) -> Counter[int]:

@@ -8,30 +8,23 @@ Price: 98 bytes of memory a picture for the hashes, beside the 310 of the groups
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pipeline.cache.cache import Cache
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.snapshot import CHUNK_ROWS, Snapshot, concatenated, taken
-from pipeline.errors import ConfigError
-from pipeline.images.perceptual_hash import LENGTH, WORDS
-from pipeline.signals.phash import HashRecipe
+from pipeline.errors import CacheError, ConfigError
+from pipeline.images.perceptual_hash import LENGTH, RULE, WORDS
+from pipeline.signals.phash import ANEW, HashRecipe
 from pipeline.snapshots import near
 from pipeline.snapshots.join import EncodedRecords, Frame, Joined, pieces
 from pipeline.snapshots.record_values import read_records
 
 LARGEST = 10
-"""Groups that are shown."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Pictures that look the same. example: `source: item` of the one with the most pixels."""
-
-    pictures: int
-    example: str
+"""Groups that a report shows."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +33,11 @@ class NearGroups:
 
     Attributes:
         keys: (n,) S16, of each sample: the smallest digest of the pictures in its group.
-        groups: of several pictures, the largest ten.
-        count, pictures: how many such groups there are, and their pictures.
+        not_compared: (k,) a row of each picture with too little detail.
     """
 
     keys: np.ndarray
-    groups: list[Group]
-    count: int
-    pictures: int
+    not_compared: np.ndarray
 
 
 def near_groups(
@@ -61,8 +51,10 @@ def near_groups(
         report: as of `near.groups`.
 
     Raises:
+        CacheError: the hashes are of an earlier rule.
         IntegrityError: a hash is damaged.
     """
+    check_rule(records.recipes)
     scratch, count = joined.scratch, 0
     number, digests, first = scratch.array(len(frame), np.int64), scratch.writer("S16"), scratch.writer(np.int64)
     for keys, rows, one in scratch.by_key(frame.digest[piece] for piece in pieces(len(frame))):
@@ -73,18 +65,10 @@ def near_groups(
     every, samples = digests.finish(), first.finish()
     hashed = _hashes(records, caches, frame.pictures[HashRecipe.kind][samples])
     member = near.groups(hashed, distance, report)
-    sizes = np.bincount(member, minlength=len(every))
-    largest = np.argsort(-sizes, kind="stable")[:LARGEST]
-    shown = []
-    for group in largest[sizes[largest] > 1].tolist():
-        rows = samples[np.flatnonzero(member == group)]
-        best = rows[np.argmax(frame.height[rows] * frame.width[rows])]
-        shown.append(Group(len(rows), f"{joined.sources[int(frame.source[best])]}: {frame.item[int(best)].as_py()}"))
-    several = sizes > 1
     of_samples = scratch.writer("S16")
     for piece in pieces(len(frame)):
         of_samples.add(every[member[number[piece]]])
-    return NearGroups(of_samples.finish(), shown, int(several.sum()), int(sizes[several].sum()))
+    return NearGroups(of_samples.finish(), np.sort(samples[is_flat(hashed)]))
 
 
 def leaked(
@@ -94,20 +78,28 @@ def leaked(
     part: Snapshot,
     distance: int,
     report: near.Report,
-) -> int:
-    """How many samples of a held-out part look like a sample of the training. frame: the training's; report: as of
-    `near.groups`.
+) -> tuple[int, int]:
+    """How many samples of a held-out part look like a sample of the training, and how many have too little detail to be
+    compared. frame: the training's; report: as of `near.groups`.
 
     Raises:
+        CacheError: the hashes are of an earlier rule.
         IntegrityError: a hash is damaged.
     """
     trained = _hashes(records, caches, np.unique(frame.pictures[HashRecipe.kind]))
-    member = near.groups(np.concatenate([trained, hashes_of(part)]), distance, report)
-    return int(np.isin(member[len(trained) :], member[: len(trained)]).sum())
+    theirs = hashes_of(part)
+    member = near.groups(np.concatenate([trained, theirs]), distance, report)
+    return int(np.isin(member[len(trained) :], member[: len(trained)]).sum()), int(is_flat(theirs).sum())
+
+
+def is_flat(hashed: np.ndarray) -> np.ndarray:
+    """(n,) bool: which hashes are of pictures with too little detail to be compared. hashed: (n, 49)."""
+    return hashed[:, WORDS] < near.MIN_QUALITY
 
 
 def hashes_of(snapshot: Snapshot) -> np.ndarray:
     """The hashes of all samples, (n, 49) uint16, read in the order of storage. Errors as of `leaked`."""
+    check_rule(snapshot.head.recipes_by_kind.values())
     kind, count = HashRecipe.kind, len(snapshot)
     chunks = (np.arange(start, min(start + CHUNK_ROWS, count)) for start in range(0, count, CHUNK_ROWS))
     places = concatenated([snapshot.columns(rows, [kind]).pictures[kind] for rows in chunks])
@@ -125,29 +117,66 @@ def hashes_of(snapshot: Snapshot) -> np.ndarray:
     return hashed
 
 
-def alike(snapshot: Snapshot, row: int, distance: int) -> list[tuple[int, int]]:
-    """The pictures that look like a sample's: (row, bits in which they differ), the nearest first. Reads all hashes.
+@dataclass(frozen=True)
+class Alike:
+    """The pictures that look like one.
+
+    Attributes:
+        pictures: (row, bits in which they differ), the nearest first.
+        is_flat: whether the picture has too little detail to be compared.
+        flat: how many others have.
+    """
+
+    pictures: list[tuple[int, int]]
+    is_flat: bool
+    flat: int
+
+
+def alike(snapshot: Snapshot, row: int, distance: int) -> Alike:
+    """The pictures that look like a sample's. Reads all hashes.
 
     Raises:
         ConfigError: the snapshot has no hashes.
+        CacheError: they are of an earlier rule.
         IntegrityError: a hash is damaged.
     """
     if HashRecipe.kind not in snapshot.pictures:
         raise ConfigError(
             f"snapshot {snapshot.id[:12]} has no hashes of pictures",
             found=", ".join(snapshot.pictures),
-            fix="sana-pipe encode --set 'encode.signals=[phash]', then sana-pipe bucket",
+            fix=f"{ANEW}, then sana-pipe bucket",
         )
     every = hashes_of(snapshot)
-    bits = near.distances(every[row], every)
-    bits[(every[:, WORDS] < near.MIN_QUALITY) | (every[row, WORDS] < near.MIN_QUALITY)] = 1 << 16
+    bits, flat = near.distances(every[row], every), is_flat(every)
+    bits[flat | flat[row]] = 1 << 16
     rows = np.flatnonzero(bits <= distance)
     seen, pictures = {snapshot.source_item(row)}, []
     for at in rows[np.argsort(bits[rows], kind="stable")].tolist():
         if (name := snapshot.source_item(at)) not in seen:  # else another resolution of it
             seen.add(name)
             pictures.append((at, int(bits[at])))
-    return pictures
+    return Alike(pictures, bool(flat[row]), int(np.count_nonzero(flat)) - int(flat[row]))
+
+
+def has_hashes(recipes: Iterable[Recipe]) -> bool:
+    """Whether there are hashes that this version compares."""
+    return any(isinstance(recipe, HashRecipe) and recipe.is_compared for recipe in recipes)
+
+
+def check_rule(recipes: Iterable[Recipe]) -> None:
+    """Refuse hashes of an earlier rule.
+
+    Raises:
+        CacheError: says how to make them again.
+    """
+    for recipe in recipes:
+        if isinstance(recipe, HashRecipe) and not recipe.is_compared:
+            raise CacheError(
+                "the hashes of the pictures are of an earlier version of sana-pipe and cannot be compared",
+                expected=RULE,
+                found=recipe.rule,
+                fix=f"{ANEW}, then sana-pipe bucket",
+            )
 
 
 def _hashes(records: EncodedRecords, caches: Sequence[Cache], rows: np.ndarray) -> np.ndarray:

@@ -38,8 +38,8 @@ def publish(
     else:
         before = cache.snapshot_of("latest")
         snapshot_id = cache.add_snapshot(assembled.written(cache.files), name, latest=latest, move=move)
-    sources, rows, near = made.joined.sources, made.assembled.report, made.near
-    largest = [] if near is None else [asdict(group) for group in near.groups]
+    sources, rows = made.joined.sources, made.assembled.report
+    lists = [None if dry_run else cache.files.where(groups.write(cache.files)) for groups in made.duplicates]
     counts = np.zeros(len(sources), np.int64)
     for piece in pieces(len(made.frame)):  # numpy counts in a copy
         counts += np.bincount(made.frame.source[piece], minlength=len(sources))
@@ -65,7 +65,9 @@ def publish(
         ],
         "adopted_bytes": adopted_bytes,
         "repeats": made.joined.repeats,
-        "near": None if near is None else {"groups": near.count, "pictures": near.pictures, "largest": largest},
+        "duplicates": [
+            {**groups.report(), "list": where} for groups, where in zip(made.duplicates, lists, strict=True)
+        ],
         "leaked": made.leaked,
         "balance": made.balance,
     }

@@ -19,6 +19,7 @@ from pipeline.cache.arrow import batches
 from pipeline.cache.keys import SortedKeys, halves, of_halves
 from pipeline.cache.scratch import Scratch
 from pipeline.snapshots import filters
+from pipeline.snapshots.duplicates import Duplicates
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import EncodedRecords, Frame, Joined, pieces, ranges
 
@@ -155,16 +156,27 @@ def deduplicated(
     keys: np.ndarray | None = None,
     better: Better | None = None,
     keep_captions: bool = False,
-) -> Frame:
+    kept: np.ndarray | None = None,
+    listed: Duplicates | None = None,
+) -> tuple[Frame, np.ndarray | None]:
     """Keep one picture of each digest, or group. A picture in an earlier snapshot precedes; then a better one; then
     sources precede as in `order`, then items by (source, item).
 
     Args:
         keys: (n,) S16, of the samples' groups; None: their digests.
-        keep_captions: what stays gets the captions of what does not.
+        keep_captions: the one picture gets the captions of what is left out.
+        kept: (n,) bool, samples that stay beside it; None: none.
+        listed: gets all groups.
+
+    Returns:
+        What stays; and of `kept` of groups (n,) S16, the digest of the one picture, of others their own; else None.
     """
     ranked = sorted(joined.sources, key=lambda name: (order.index(name) if name in order else len(order), name))
     rank = np.array([ranked.index(name) for name in joined.sources], np.int64)
+    sides = None if kept is None or keys is None else joined.scratch.array(len(frame), "S16")
+    if sides is not None:
+        for piece in pieces(len(frame)):
+            sides[piece] = frame.digest[piece]
     stays = in_earlier_snapshot(joined, frame, earlier)
     keep, groups_of = joined.scratch.array(len(frame), bool), frame.digest if keys is None else keys
     heirs, inherited = joined.scratch.writer(np.int64), joined.scratch.writer(np.int64)
@@ -179,18 +191,34 @@ def deduplicated(
         merits = better(rows) if better is not None else []
         merits = [(~stays[rows]).astype(np.int8), *merits, rank[frame.source[rows]]]
         pictures, best = frame.picture_id[rows], _best(frame, rows, group, merits)
-        keep[rows] = kept = pictures == pictures[best][group]
+        chosen = pictures == pictures[best][group]
+        keep[rows] = here = chosen if kept is None else chosen | kept[rows]
+        if listed is not None:
+            listed.add(rows, group, here)
+        if sides is not None:
+            beside = np.flatnonzero(here & ~chosen)
+            sides[rows[beside]] = frame.digest[rows[best[group[beside]]]]
         if keep_captions:
-            captions, offsets = frame.captions_of(rows[~kept])
-            ends = offsets[np.searchsorted(group[~kept], np.arange(len(best) + 1))]  # of the groups, in `captions`
-            counts = np.diff(ends)[group[kept]]
-            heirs.add(np.repeat(rows[kept], counts))
-            inherited.add(captions[ranges(ends[group[kept]], counts)])
+            captions, offsets = frame.captions_of(rows[~here])
+            ends = offsets[np.searchsorted(group[~here], np.arange(len(best) + 1))]  # of the groups, in `captions`
+            counts = np.diff(ends)[group[chosen]]
+            heirs.add(np.repeat(rows[chosen], counts))
+            inherited.add(captions[ranges(ends[group[chosen]], counts)])
     what, instead = ("is the same as", "none") if keys is None else ("looks the same as", "image")
     left_out = len(keep) - int(np.count_nonzero(keep))
-    joined.leave(f"its picture {what} another sample's", left_out, f"bucket.dedup={instead}")
+    to_keep = f"name it in bucket.dedup_keep, or bucket.dedup={instead}"
+    joined.leave(f"its picture {what} another sample's", left_out, to_keep)
+    if listed is not None:
+        listed.finish()
     frame = _with_captions(joined, frame, heirs.finish(), inherited.finish())
-    return frame.take(keep, joined.scratch)
+    return frame.take(keep, joined.scratch), None if sides is None else _taken(joined, sides, keep)
+
+
+def _taken(joined: Joined, values: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    writer = joined.scratch.writer(values.dtype)
+    for piece in pieces(len(values)):
+        writer.add(values[piece][keep[piece]])
+    return writer.finish()
 
 
 def _best(frame: Frame, rows: np.ndarray, group: np.ndarray, merits: Sequence[np.ndarray]) -> np.ndarray:
