@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,6 +84,7 @@ class Recorder(TorchDispatchMode):
 
     Args:
         inside: name spaces of custom operations whose Python code is traced, instead of being one operation.
+        scratch: by the name of a custom operation, makes what it allocates beside its results.
         gloo: gathers and scatters copy the larger side, as gloo does.
 
     Attributes:
@@ -93,6 +94,7 @@ class Recorder(TorchDispatchMode):
     """
 
     inside: tuple[str, ...] = ()
+    scratch: Mapping[str, Callable[..., tuple[Tensor, ...]]] = field(default_factory=dict)
     gloo: bool = False
     phase: str = "build"
     work: dict[str, Work] = field(default_factory=lambda: defaultdict(Work))
@@ -198,9 +200,11 @@ class Recorder(TorchDispatchMode):
                 return _python_code(func)(*args, **kwargs)
         result = func(*args, **kwargs)
         outputs = _tensors(result)
-        for tensor in outputs:
+        beside = self.scratch[func._opname](*args, **kwargs) if func._opname in self.scratch else ()
+        for tensor in (*outputs, *beside):
             for storage in _storages(tensor):
                 self._note(storage)
+        del beside
         if self.gloo and func.namespace == "c10d" and ("gather" in func._opname or "scatter" in func._opname):
             sent = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
             self.mark(BUFFERS, [torch.empty_like(max(sent, key=Tensor.numel))])

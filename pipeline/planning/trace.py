@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pipeline.config import TrainConfig
 from pipeline.errors import UserError
+from pipeline.kernels.backend import SCRATCH
 from pipeline.loader.loader import Batch
 from pipeline.models.adapters import adapter_of
 from pipeline.models.spec import ModelSpec
@@ -172,7 +173,7 @@ def trace(
     sizes = [shape.microbatch] * shape.count
     parameters: list[nn.Parameter] = []
     with _process_group(rank, layout) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _real_meshes():
-        recorder = Recorder(inside=() if on_gpu else CUSTOM, gloo=not on_gpu)
+        recorder = Recorder((), SCRATCH) if on_gpu else Recorder(CUSTOM, gloo=True)
         with recorder:
             plain = train.model_copy(update={"preserve": None, "mask": None})  # neither saves a tensor of a block
             trainable = Trainable(architecture, recipe_of(plain), adapter_of(train, architecture, start=False))
