@@ -21,7 +21,7 @@ RELEASED = [path.stem for path in shipped() if path.stem != "tiny"]
 LORA = "sana_1600m_1024_lora"
 CONTROLNETS = {  # configuration: (card, seconds of a step, microbatch of the least memory, peaks in GiB)
     "controlnet_24gb": ("4090", 2.15, 1, (19.3, 17.3)),
-    "controlnet_80gb": ("h100", 1.59, 8, (63.1, 20.1)),
+    "controlnet_80gb": ("h100", 1.59, 8, (65.6, 20.1)),
 }
 GPUS = 8
 NVLABS = {  # configuration: (its name in NVlabs/Sana, lr, train_batch_size, num_warmup_steps)
