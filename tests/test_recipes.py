@@ -77,7 +77,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], Options, dict[str, Any]]] = {
     "forty fully": (
         [{"count": 40}],
         Options(gpu="4090", purpose=FULL),
-        {"train.adapter": None, "bucket.batch": 16, "train.optim.lr": 5e-5, "train.precision": "bf16_pure"},
+        {"train.adapter": None, "bucket.batch": 16, "train.optim.lr": 5e-5, "train.optim.name": "adamw8bit"},
     ),
     "400 pictures": (
         [{"count": 400}],

@@ -304,7 +304,7 @@ def configured(**options: Any) -> TrainConfig:
 
 def test_relief_names_only_what_helps_and_is_allowed() -> None:
     keys = [line.partition("=")[0].removeprefix("--set train.") for line in remedies.memory_advice(configured())]
-    assert keys[0] == "microbatch"  # blocks are recomputed by default
+    assert keys[:2] == ["parallel.reduce_each_microbatch", "microbatch"]  # blocks are recomputed by default
     plain = remedies.memory_advice(configured(activation_checkpointing="none", microbatch=6))
     assert not any("ema." in line or "dp_replicate" in line for line in plain), "what the run does not have"
     assert not any("precision=" in line for line in remedies.memory_advice(configured(precision="fp16")))
@@ -317,9 +317,9 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
     assert not any("microbatch=" in line for line in remedies.memory_advice(fused)), (
         "it needs a batch in one microbatch"
     )
-    assert plain[2].startswith("--set train.microbatch=3 ")
+    assert plain[3].startswith("--set train.microbatch=3 ")
     small = remedies.memory_advice(configured(microbatch=1))
-    assert not any("microbatch=" in line or "precision=bf16 " in line for line in small)
+    assert not any("train.microbatch=" in line or "precision=bf16 " in line for line in small)
     assert any("precision=bf16" in line for line in remedies.memory_advice(configured(precision="fp32")))
     compressed = remedies.memory_advice(configured(activation_compression="int8"))
     assert not any("compression=" in line for line in compressed), "int8 is no smaller"
@@ -361,19 +361,21 @@ def test_relief_names_only_what_helps_and_is_allowed() -> None:
 def test_no_advice_makes_several_microbatches_keep_a_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a microbatch may turn one into two, and each process then keeps a whole gradient between them."""
 
-    def advice(microbatch: int = 8, **sizes: Any) -> list[str]:
-        lines = remedies.memory_advice(configured(microbatch=microbatch, parallel=ParallelConfig(**sizes)))
+    def advice(microbatch: int = 8, precision: str = "bf16", **sizes: Any) -> list[str]:
+        train = configured(microbatch=microbatch, precision=precision, parallel=ParallelConfig(**sizes))
+        lines = remedies.memory_advice(train)
         return [flags for flags in (line.partition("   ")[0] for line in lines) if "microbatch" in flags]
 
     each = "--set train.parallel.reduce_each_microbatch=true"
     half = "--set train.microbatch=4"
-    assert advice() == [half], "one process keeps its whole gradient anyway"
-    assert advice(offload="all") == [each, f"{half} {each}"]
+    assert advice() == advice(offload="all") == [each, f"{half} {each}"]
+    assert advice(precision="fp32") == [half], "without FSDP2 nothing is reduced"
     monkeypatch.setattr(remedies, "dist", SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 2))
     assert advice() == [each, f"{half} {each}"]
     assert advice(microbatch=1) == [each]
     assert advice(reduce_each_microbatch=True) == [half]
-    assert advice(pp_size=2) == advice(dp_replicate=2) == [half]
+    assert advice(dp_replicate=2) == advice(precision="fp32") == [each, f"{half} {each}"]
+    assert advice(pp_size=2) == [half]
 
 
 def test_on_a_gpu_the_advice_ends_with_the_command_that_checks_it(monkeypatch: pytest.MonkeyPatch) -> None:

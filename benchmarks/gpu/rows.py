@@ -42,7 +42,10 @@ class Row:
 
 
 SPEED = ("images_per_s", "mfu", "step_ms", "peak_gib", "reserved_gib")
-PREDICTED = ("predicted_gib", "memory_error", "predicted_images_per_s", "time_error")
+PREDICTED = (
+    *("predicted_gib", "memory_error", "predicted_reserved_gib", "reserved_error"),
+    *("predicted_images_per_s", "time_error"),
+)
 _STEPS, _ENCODERS, _RUNS = (f"benchmarks.gpu.{name}:" for name in ("steps", "encoders", "runs"))
 _NONE, _SELECTIVE, _FULL = ({"activation_checkpointing": name} for name in ("none", "selective", "full"))
 _BLOCK = {"compile": "block"}

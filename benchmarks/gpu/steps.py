@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu import encoders
+from benchmarks.gpu.rows import PREDICTED
 from benchmarks.gpu.sizes import GIB, Sizes
 from pipeline.config import DataConfig, TrainConfig
 from pipeline.errors import UserError
@@ -51,7 +52,8 @@ COMPILED = {"compile": "block"}
 def settings(sizes: Sizes, microbatch: int, train: Mapping[str, Any]) -> TrainConfig:
     """The configuration's defaults for Sana 1.6B, but for these options."""
     usual = {"precision": "bf16", "residual": "fp32", "activation_checkpointing": "full", "compile": "none"}
-    given = {"microbatch": microbatch, "text": "packed", **usual, **train}
+    text = "padded" if train.get("precision") == "fp32" else "packed"  # whose kernel takes 16 bits
+    given = {"microbatch": microbatch, "text": text, **usual, **train}
     if sizes.dry and train.get("compile") == "block":
         given |= {"compile_backend": "eager"} if sizes.graphs else {"compile": "none"}
     return TrainConfig.model_validate(given)
@@ -173,7 +175,7 @@ def predicted(sizes: Sizes, train: TrainConfig, samples: int, measured: Mapping[
     """
     name = torch.cuda.get_device_name(sizes.device).lower() if sizes.device.type == "cuda" else ""
     known = next((key for key in sorted(CARDS, key=len, reverse=True) if key.lower() in name), "h200")
-    empty: dict[str, Any] = dict.fromkeys(("predicted_gib", "memory_error", "predicted_images_per_s", "time_error"))
+    empty: dict[str, Any] = dict.fromkeys(PREDICTED)
     try:
         prediction = _prediction(train.model_dump_json(), sizes, samples, known)
     except UserError as refusal:
@@ -181,9 +183,12 @@ def predicted(sizes: Sizes, train: TrainConfig, samples: int, measured: Mapping[
     except Exception:
         return {**empty, "not_predicted": traceback.format_exc()[-2000:], "ok": False}
     gib, rate = prediction.traced.total / GIB, Time.of(prediction, data_of(sizes, samples)).images_per_s
+    reserved = (prediction.total - prediction.kinds["context"]) / GIB
     return {
         "predicted_gib": gib,
         "memory_error": gib / measured["peak_gib"] - 1,
+        "predicted_reserved_gib": reserved,
+        "reserved_error": reserved / measured["reserved_gib"] - 1,
         "predicted_images_per_s": rate,
         "time_error": measured["images_per_s"] / rate - 1,  # of seconds
     }

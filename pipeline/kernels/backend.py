@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCRATCH: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
+"""By the name of an operation, what its Triton kernels allocate beside the results: a function of the operation's
+arguments that makes it. Predictions of memory count it."""
 
 
 def kernels(name: str, *tensors: Tensor) -> ModuleType | None:

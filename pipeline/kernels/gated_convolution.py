@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from pipeline.kernels.backend import kernels, without_autocast
+from pipeline.kernels.backend import SCRATCH, kernels, without_autocast
+
+ROWS = 4
+"""Rows of a picture that a program of the kernels has."""
 
 
 def gated_convolution(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -59,6 +62,15 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_weight, of_bias = (x.new_empty(x.shape if of_weights else 0) for x in (weight, bias))
     return u.new_empty(u.shape), of_weight, of_bias
+
+
+def _scratch(gradient: Tensor, u: Tensor, weight: Tensor, bias: Tensor, of_weights: bool = True) -> tuple[Tensor, ...]:
+    """The gradient of the convolution, and each program's part of those of weight and bias."""
+    batch, height, _, channels = u.shape
+    return u.new_empty(u.shape), u.new_empty(batch * -(-height // ROWS), 10, channels, dtype=torch.float32)
+
+
+SCRATCH["gated_convolution_backward"] = _scratch
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

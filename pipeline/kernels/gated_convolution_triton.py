@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CONSTANTS = {"ROWS": 4, "BLOCK": 256, "num_warps": 4}
+from pipeline.kernels.gated_convolution import ROWS
+
+CONSTANTS = {"ROWS": ROWS, "BLOCK": 256, "num_warps": 4}
 """BLOCK: channels of a program, value and gate counted separately. `_column` is written for four rows."""
 
 SUM_CONSTANTS = {"SUM_BLOCK": 128, "num_warps": 1}

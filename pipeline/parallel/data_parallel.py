@@ -4,8 +4,9 @@ A mesh of one dimension is FSDP2; of two, (replicas, shards), HSDP; with one sha
 Frozen parameters have the dtype of the computation; where nothing is sharded FSDP2 does not manage them.
 Why in DDP's place and for one process in bf16, too: mixed precision, checkpoints and clipping are the same everywhere,
 and autocast would cache bf16 copies of all parameters (3 GiB for Sana 1.6B) and run linear attention's fp32 in bf16.
-Price: without `reduce_each_microbatch` every process holds one full fp32 gradient between microbatches. In DDP's place
-FSDP2 copies a block's parameters before use even when there is nothing to gather; they then stay until the update.
+Price: without `reduce_each_microbatch` every process, also one alone, holds a full fp32 gradient between microbatches,
+beside which the last one's is reduced in memory of another stream. In DDP's place FSDP2 copies a block's parameters
+before use even when there is nothing to gather; they then stay until the update.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[REPLICATE, SHARD] if mesh[REPLICATE].size() > 1 else mesh[SHARD]
 
 
+def is_managed(train: TrainConfig, processes: int) -> bool:
+    """Whether FSDP2 manages the parameters of so many data-parallel processes. In fp32 one alone has nothing to shard
+    or to cast."""
+    return train.precision != "fp32" or processes > 1 or train.parallel.offload == "all"
+
+
 def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, train: TrainConfig) -> nn.Module:
     """Shard `model` in place, on the mesh's device, and return it.
 
@@ -51,7 +58,7 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, 
     offload = train.parallel.offload == "all"
     # whole on every process and in the dtype of the computation: FSDP2 would copy them before each use
     as_they_are = {p for p in model.parameters() if not p.requires_grad and mesh[SHARD].size() == 1 and not offload}
-    if train.precision == "fp32" and data.size() == 1 and not offload:
+    if not is_managed(train, data.size()):
         return _to_device(model, mesh.device_type)
     offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     compute, reduce = COMPUTE[train.precision], COMPUTE[train.parallel.reduce_dtype]

@@ -2,7 +2,8 @@
 
 `predict` traces the configuration's worst bucket on one process and adds what no trace sees; `Prediction` says whether
 it fits and by how much. Not in a trace, and so estimates: the CUDA context and libraries' workspaces, NCCL's buffers,
-and the allocator's rounding and fragmentation. `CONTEXT`, `NCCL` and `FRAGMENTATION` state them.
+and the allocator's rounding. `CONTEXT`, `NCCL` and `FRAGMENTATION` state them. `fragmentation` is the rounding and what
+the allocator's pools of FSDP2's streams hold beyond the peak, which is traced.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pipeline.training.checks import check_layout
 
 CONTEXT, NCCL, FRAGMENTATION = 0.8 * GIB, 0.4 * GIB, 0.04
 """Bytes of the CUDA context with cuBLAS and cuDNN (on a CPU: of the interpreter with its libraries), of NCCL's buffers,
-and the share of short-lived memory that the allocator loses; estimates."""
+and the share of short-lived memory that the allocator loses by rounding; estimates."""
 COMPRESSION, CHANNELS, TEXT_WIDTH = 32, 32, 2304
 """Of Sana's VAE and text encoder, where no snapshot says."""
 _RELEASED: dict[str, dict[str, Any]] = {
@@ -256,7 +257,7 @@ def predict(
         layout,
         shape,
         machine,
-        with_overheads(traced.peak, layout),
+        with_overheads(traced.peak, layout, traced.apart),
         traced.phase,
         traced.host,
         bucket,
@@ -267,11 +268,15 @@ def predict(
     )
 
 
-def with_overheads(peak: Mapping[str, float], layout: Layout) -> dict[str, float]:
-    """The traced peak, and what no trace sees."""
+def with_overheads(peak: Mapping[str, float], layout: Layout, apart: float = 0.0) -> dict[str, float]:
+    """The traced peak, and what no trace sees. apart: of the pools of other streams (`Traced`)."""
     brief = sum(size for kind, size in peak.items() if kind not in LASTING)
     context = CONTEXT + (NCCL if layout.world > 1 else 0.0)
-    return {**{kind: peak.get(kind, 0.0) for kind in KINDS}, "context": context, "fragmentation": FRAGMENTATION * brief}
+    return {
+        **{kind: peak.get(kind, 0.0) for kind in KINDS},
+        "context": context,
+        "fragmentation": apart + FRAGMENTATION * brief,
+    }
 
 
 _STATE_BYTES = {"adamw": 8.0, "came": 4.0, "adamw8bit": 2 * (1 + 4 / 256)}

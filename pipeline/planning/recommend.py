@@ -135,16 +135,27 @@ STEPS = {
 MEMORY = (
     Memory(LORA, 1024, 6, {}, "4.3 GiB (`sana-pipe plan`); the text encoder takes 5.2 GB while encoding"),
     Memory(LORA, 512, 6, {}, "as above"),
-    Memory(FULL, 1024, 36, {}, "28.6 GiB and a tenth free (`sana-pipe plan`)"),
+    Memory(FULL, 1024, 36, {}, "29.0 GiB and a tenth free (`sana-pipe plan`)"),
+    Memory(
+        FULL,
+        1024,
+        23.5,
+        {
+            "train.optim.name": "adamw8bit",
+            "train.parallel.reshard_after_forward": True,
+            "train.parallel.reduce_each_microbatch": True,
+        },
+        "17.3 GiB at a microbatch of 1 (`sana-pipe plan`): moments in 8 bits (`pip install 'sana-pipe[torchao]'`)",
+    ),
     Memory(
         FULL,
         1024,
         21.5,
         {"train.precision": "bf16_pure"},
-        "19.6 GiB (`sana-pipe plan`): parameters and moments in bf16, with stochastic rounding",
+        "17.1 GiB (`sana-pipe plan`): parameters and moments in bf16, with stochastic rounding",
     ),
-    Memory(FULL, 512, 11, {}, "10.1 GiB (`sana-pipe plan`), the 0.6B in fp32"),
-    Memory(SCRATCH, 512, 15, {}, "14.3 GiB at 16 GiB (`sana-pipe plan`)"),
+    Memory(FULL, 512, 11, {}, "9.8 GiB (`sana-pipe plan`), the 0.6B in fp32"),
+    Memory(SCRATCH, 512, 15, {}, "13.7 GiB at a microbatch of 8 (`sana-pipe plan`)"),
 )
 
 HELDOUT = ((1000, 0.02), (40, 0.1))

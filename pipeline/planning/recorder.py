@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,10 +63,15 @@ class Work:
 
 @dataclass
 class Peak:
-    """Bytes on the device at the moment of the step that has the most, by kind; and that moment's phase."""
+    """Bytes on the device at the moment of the step that has the most, by kind; and that moment's phase.
+
+    apart: bytes that an allocator with a pool for each stream has beyond this moment: pools reach their largest sizes
+    at other moments and lend each other nothing.
+    """
 
     kinds: dict[str, int]
     phase: str
+    apart: int = 0
 
     @property
     def total(self) -> int:
@@ -79,6 +84,7 @@ class Recorder(TorchDispatchMode):
 
     Args:
         inside: name spaces of custom operations whose Python code is traced, instead of being one operation.
+        scratch: by the name of a custom operation, makes what it allocates beside its results.
         gloo: gathers and scatters copy the larger side, as gloo does.
 
     Attributes:
@@ -88,6 +94,7 @@ class Recorder(TorchDispatchMode):
     """
 
     inside: tuple[str, ...] = ()
+    scratch: Mapping[str, Callable[..., tuple[Tensor, ...]]] = field(default_factory=dict)
     gloo: bool = False
     phase: str = "build"
     work: dict[str, Work] = field(default_factory=lambda: defaultdict(Work))
@@ -97,7 +104,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._storages: list[_Storage] = []
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
-        self._events: list[tuple[int, int, str]] = []
+        self._events: list[tuple[int, int, str, int]] = []
+        self._streams: dict[int, tuple[int, Any]] = {}
         self._resize = torch.UntypedStorage.resize_
 
     # ---------------------------------------------------------------- kinds
@@ -123,7 +131,9 @@ class Recorder(TorchDispatchMode):
         lasting, current = dict.fromkeys(LASTING, 0), dict.fromkeys(KINDS, 0)
         sizes: dict[int, int] = defaultdict(int)
         best, total, on_host, most_on_host = Peak(dict(current), "build"), 0, 0, 0
-        for number, size, phase in self._events:
+        pools, most_of_pools = dict[int, int](), dict[int, int]()
+        of_pool: dict[int, int] = {}
+        for number, size, phase, stream in self._events:
             storage = self._storages[number]
             kind = storage.kind or (ACTIVATIONS if storage.made == "forward" else TEMPORARIES)
             change, sizes[number] = size - sizes[number], size
@@ -135,8 +145,13 @@ class Recorder(TorchDispatchMode):
             elif storage.made != "build":
                 current[kind] += change
                 total += change
+                pool = of_pool.setdefault(number, stream) if change < 0 else stream
+                of_pool[number] = pool
+                pools[pool] = pools.get(pool, 0) + change
+                most_of_pools[pool] = max(most_of_pools.get(pool, 0), pools[pool])
                 if change > 0 and total >= best.total:
                     best = Peak(dict(current), phase)
+        best.apart = sum(most_of_pools.values()) - best.total
         best.kinds |= lasting
         return best, most_on_host
 
@@ -185,9 +200,11 @@ class Recorder(TorchDispatchMode):
                 return _python_code(func)(*args, **kwargs)
         result = func(*args, **kwargs)
         outputs = _tensors(result)
-        for tensor in outputs:
+        beside = self.scratch[func._opname](*args, **kwargs) if func._opname in self.scratch else ()
+        for tensor in (*outputs, *beside):
             for storage in _storages(tensor):
                 self._note(storage)
+        del beside
         if self.gloo and func.namespace == "c10d" and ("gather" in func._opname or "scatter" in func._opname):
             sent = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
             self.mark(BUFFERS, [torch.empty_like(max(sent, key=Tensor.numel))])
@@ -203,6 +220,11 @@ class Recorder(TorchDispatchMode):
         in_graph = torch._C._current_graph_task_id() != -1
         return "backward" if in_graph and self.phase == "forward" else self.phase
 
+    def _stream(self) -> int:
+        """The number of the stream in which FSDP2 is computing; 0 for the step's."""
+        stream = torch.cpu.current_stream()
+        return self._streams.setdefault(id(stream), (len(self._streams), stream))[0]
+
     def _note(self, storage: torch.UntypedStorage) -> int:
         """The number of a storage, after logging its birth or a change of its size."""
         known, size = self._live.get(storage._cdata), storage.nbytes()
@@ -210,16 +232,16 @@ class Recorder(TorchDispatchMode):
             number = len(self._storages)
             self._storages.append(_Storage(self._now(), size))
             self._live[storage._cdata] = number, weakref.ref(storage, partial(self._died, storage._cdata, number))
-            self._events.append((number, size, self._now()))
+            self._events.append((number, size, self._now(), self._stream()))
             return number
         number = known[0]
         if self._storages[number].size != size:
             self._storages[number].size = size
-            self._events.append((number, size, self._now()))
+            self._events.append((number, size, self._now(), self._stream()))
         return number
 
     def _died(self, address: int, number: int, _: Any) -> None:
-        self._events.append((number, 0, self._now()))
+        self._events.append((number, 0, self._now(), 0))
         if self._live.get(address, (None,))[0] == number:
             del self._live[address]
 

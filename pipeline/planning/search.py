@@ -1,9 +1,10 @@
 """The fastest way to run a configuration on a machine, and what helps where nothing fits.
 
-`Search.choose` varies what does not change the result: checkpointing, the microbatch, the data-parallel layout and,
-where nothing else fits, when gradients are reduced and offload. `Search.cures` names settings under which a
-configuration fits; those of `remedies.LADDER` cost more than time, so they are proposed and never taken.
-Each candidate is a whole trace, seconds of CPU time for Sana 1.6B; a search takes five to ten: less recomputation, more
+`Search.choose` varies what does not change the result: checkpointing, the microbatch, the data-parallel layout, when
+gradients are reduced (over several processes where nothing else fits) and, where nothing else fits, offload.
+`Search.cures` names settings under which a configuration fits; those of `remedies.LADDER` cost more than time, so they
+are proposed and never taken.
+Each candidate is a whole trace, seconds of CPU time for Sana 1.6B; a search takes five to 20: less recomputation, more
 replicas and larger microbatches need more memory, so what needs more than something that does not fit is not traced.
 """
 
@@ -19,6 +20,7 @@ from pipeline.amounts import figure
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.models.spec import ModelSpec
+from pipeline.parallel.data_parallel import is_managed
 from pipeline.parallel.mesh import Layout, check_sizes
 from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Time
@@ -28,7 +30,7 @@ from pipeline.training.remedies import LADDER, OFFLOAD, accepted, changed, flags
 
 AXES = frozenset(("parallel", "offload", "microbatch", "reduce", "activation_checkpointing"))
 """What can be varied. parallel: the data-parallel layout. offload: of the parameters, where nothing fits without.
-reduce: gradients after each microbatch, where no microbatch fits without."""
+reduce: gradients after each microbatch; over several processes where no microbatch fits without."""
 MARGIN = 0.1
 """Share of a GPU's memory that is left free, beside the estimates of context and fragmentation."""
 CHECKPOINTING = ("full", "selective", "none")
@@ -182,17 +184,27 @@ class Search:
             fastest, sizes = variants[-1]
             if (at_once := at(fastest, sizes[0])).prediction.total <= limit:
                 return [at_once]
-        found, most = [], max(self.data.shares(layout.data_world).values())
-        keeps, reduce = layout.dp_shard > 1 or train.parallel.offload == "all", train.parallel.reduce_each_microbatch
+        found, most = list[Candidate](), max(self.data.shares(layout.data_world).values())
+        keeps, reduce = is_managed(train, layout.data_world), bool(train.parallel.reduce_each_microbatch)
+        may = keeps and "reduce" in axes
         for each, sizes in variants:
             largest = None if reduce else _largest(partial(at, each), sizes, limit, keeps)
-            if largest is None and (reduce or (keeps and "reduce" in axes and sizes[-1] < most)):
+            fitting = [] if largest is None else [largest]
+            # alone it sends nothing, so that larger microbatches may be faster with it
+            if reduce or (may and (layout.world == 1 or largest is None)):
+                least = 0 if largest is None else largest.train.microbatch
+                several = [
+                    size for size in sizes if least < size and (size < most or train.parallel.reduce_each_microbatch)
+                ]
                 reducing = accepted(each, {"parallel.reduce_each_microbatch": True})  # None: in a pipeline
-                if reducing is not None:
-                    largest, reduce = _largest(partial(at, reducing), sizes, limit, False), True
-            if largest is None:
+                if reducing is not None and several:
+                    frugal = _largest(partial(at, reducing), several, limit, False)
+                    fitting += [] if frugal is None else [frugal]
+                    reduce |= largest is None
+            if not fitting:
                 break  # less recomputation needs more
-            found.append(largest)
+            found += fitting
+            keeps = largest is not None and largest.train.microbatch == most  # else the whole batch fits nowhere below
         return found
 
     def _microbatches(self, train: TrainConfig, layout: Layout, axes: Collection[str]) -> list[int]:
@@ -232,18 +244,14 @@ class Search:
         try:
             best = self._best(train, AXES - {"offload"})
         except NothingFitsError as error:
-            return self._rungs(
-                error.smallest if smallest.prediction.total > error.smallest.prediction.total else smallest
-            )
-        values = {
-            name: value
-            for name, value in best.changes.items()
-            if value != smallest.changes[name] and name.partition(".")[0] not in train.undecided
-        }
-        return [f"{flags(values)}   (the same result, {figure(best.time.images_per_s)} images/s)"]
+            return self._rungs(train, smallest, min(smallest, error.smallest, key=lambda each: each.prediction.total))
+        return [
+            f"{flags(_given(train, smallest, best))}   (the same result, {figure(best.time.images_per_s)} images/s)"
+        ]
 
-    def _rungs(self, smallest: Candidate) -> list[str]:
-        taken, reasons, base, lines = dict[str, Any](), list[str](), smallest, list[str]()
+    def _rungs(self, train: TrainConfig, smallest: Candidate, least: Candidate) -> list[str]:
+        """least: the most frugal with the same result."""
+        taken, reasons, base, lines = dict[str, Any](), list[str](), least, list[str]()
         while not lines:
             tried = [
                 (candidate, change, why)
@@ -253,7 +261,7 @@ class Search:
                 and candidate.prediction.total < base.prediction.total
             ]
             lines = [
-                f"{flags({**taken, **change})}   ({'; '.join([*reasons, why])})"
+                f"{flags({**_given(train, smallest, candidate), **taken, **change})}   ({'; '.join([*reasons, why])})"
                 for candidate, change, why in tried
                 if candidate.prediction.fits
             ]
@@ -262,9 +270,9 @@ class Search:
             base, change, why = min(tried, key=lambda each: each[0].prediction.total)
             taken, reasons = {**taken, **change}, [*reasons, why]
         change, why = OFFLOAD
-        offloaded = self._rung(smallest, change) if self.machine.card.is_gpu else None
+        offloaded = self._rung(least, change) if self.machine.card.is_gpu else None
         if offloaded is not None and offloaded.prediction.fits:
-            lines.append(f"{flags(change)}   ({why})")
+            lines.append(f"{flags({**_given(train, smallest, offloaded), **change})}   ({why})")
         return lines
 
     def _rung(self, base: Candidate, change: dict[str, Any]) -> Candidate | None:
@@ -278,6 +286,20 @@ class Search:
             return self.candidate(train, layout) if self._runs(train) else None
         except UserError:  # torchao is missing
             return None
+
+
+def _given(train: TrainConfig, before: Candidate, after: Candidate) -> dict[str, Any]:
+    """The options that the search decides and that `train` must be given to become `after`; a start decides what is
+    `auto`, and on the reduction where nothing says."""
+    undecided, each = {*train.undecided}, "parallel.reduce_each_microbatch"
+    open_too = (
+        {each} if train.parallel.reduce_each_microbatch is None and undecided & {"parallel", "microbatch"} else ()
+    )
+    return {
+        name: value
+        for name, value in after.changes.items()
+        if value != before.changes[name] and name.partition(".")[0] not in undecided and name not in open_too
+    }
 
 
 def _largest(at: Callable[[int], Candidate], sizes: list[int], limit: float, keeps: bool) -> Candidate | None:

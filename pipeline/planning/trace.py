@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pipeline.config import TrainConfig
 from pipeline.errors import UserError
+from pipeline.kernels.backend import SCRATCH
 from pipeline.loader.loader import Batch
 from pipeline.models.adapters import adapter_of
 from pipeline.models.spec import ModelSpec
@@ -77,6 +78,7 @@ class Traced:
     Attributes:
         peak: bytes of the device by kind, at the moment of the step that has the most. host: bytes in host memory.
         phase: of that moment.
+        apart: bytes that the allocator's pools of other streams have beyond the peak.
         parameters: of this process's shard.
         work: by class of kernels. sent: bytes and calls by (collective, size of the group).
     """
@@ -87,6 +89,7 @@ class Traced:
     parameters: float
     work: dict[str, Work]
     sent: dict[tuple[str, int], list[float]]
+    apart: float = 0.0
 
     @property
     def total(self) -> float:
@@ -150,7 +153,8 @@ def _extrapolated(a: Traced, b: Traced, factor: float) -> Traced:
     }
     sent = {key: [line(x, y) for x, y in zip(a.sent.get(key, [0, 0]), b.sent[key], strict=True)] for key in b.sent}
     peak = {kind: max(0.0, line(a.peak[kind], b.peak[kind])) for kind in b.peak}
-    return Traced(peak, b.phase, line(a.host, b.host), line(a.parameters, b.parameters), work, sent)
+    apart = max(0.0, line(a.apart, b.apart))
+    return Traced(peak, b.phase, line(a.host, b.host), line(a.parameters, b.parameters), work, sent, apart)
 
 
 def trace(
@@ -169,7 +173,7 @@ def trace(
     sizes = [shape.microbatch] * shape.count
     parameters: list[nn.Parameter] = []
     with _process_group(rank, layout) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _real_meshes():
-        recorder = Recorder(inside=() if on_gpu else CUSTOM, gloo=not on_gpu)
+        recorder = Recorder((), SCRATCH) if on_gpu else Recorder(CUSTOM, gloo=True)
         with recorder:
             plain = train.model_copy(update={"preserve": None, "mask": None})  # neither saves a tensor of a block
             trainable = Trainable(architecture, recipe_of(plain), adapter_of(train, architecture, start=False))
@@ -209,6 +213,7 @@ def trace(
         float(sum(local(parameter).numel() for parameter in parameters)),
         dict(recorder.work),
         {key: [float(x) for x in value] for key, value in recorder.sent.items()},
+        float(peak.apart) if on_gpu else 0.0,
     )
 
 

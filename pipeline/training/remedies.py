@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from pipeline.config import TrainConfig, setting
 from pipeline.options import value_at
+from pipeline.parallel.data_parallel import is_managed
 from pipeline.parallel.mesh import check_sizes
 
 Changes = dict[str, Any]
@@ -90,6 +91,7 @@ def _helps(train: TrainConfig, changes: Changes) -> bool:
         "microbatch": train.optim.in_backward,
         "optim.name": train.optim.name in ("adamw8bit", "came"),
         "parallel.dp_replicate": train.parallel.dp_replicate == 1,
+        "parallel.reduce_each_microbatch": train.optim.in_backward,
         "parallel.reshard_after_forward": train.parallel.reshards(sharing_processes(train))
         or (train.precision == "fp32" and sharing_processes(train) == 1),
         "precision": train.precision == "fp16"
@@ -104,8 +106,9 @@ def _helps(train: TrainConfig, changes: Changes) -> bool:
 
 def _keeps_gradient(train: TrainConfig) -> bool:
     """Whether several microbatches keep more of the gradient on this process than one does."""
-    shared = sharing_processes(train) > 1 or train.parallel.offload == "all"
-    return shared and train.parallel.pp_size == 1 and not train.parallel.reduce_each_microbatch
+    processes = check_sizes(train.parallel, _world()).data_world if _world() > 1 else 1
+    managed = is_managed(train, processes)
+    return managed and train.parallel.pp_size == 1 and not train.parallel.reduce_each_microbatch
 
 
 def sharing_processes(train: TrainConfig) -> int:

@@ -27,8 +27,8 @@ ROWS = [
     *(("H100", row) for row in MEASURED),
 ]
 WITHIN = 0.03
-OF_LORA = 0.06
-"""Its short-lived memory is predicted less well: 12.2 of 12.9 GiB at batch 32."""
+SMALL = 0.06
+"""Of what a step of less than 6 GiB reserves: cuBLAS's workspaces (64 MiB on an H100) are in the plan's context."""
 
 MEASURE = """
 import dataclasses, json, sys
@@ -48,7 +48,8 @@ def test_memory_is_what_plan_says_and_what_a_card_measured(card: str, row: str) 
     """Edits: a tensor of each step that is kept (in `TrainStep.__call__`); another residual in `predict`."""
     output = python("-c", MEASURE, row, card=card, timeout=800).succeed().output
     figures: dict[str, Any] = next(json.loads(line) for line in output.splitlines() if line.startswith("{"))
-    assert abs(figures["memory_error"]) <= (OF_LORA if "lora" in row else WITHIN), figures
+    assert abs(figures["memory_error"]) <= WITHIN, figures
+    assert abs(figures["reserved_error"]) <= (SMALL if figures["reserved_gib"] < 6 else WITHIN), figures
     assert figures["reserved_gib"] >= figures["peak_gib"]
     if card == "H100":
         assert (figures["peak_gib"], figures["reserved_gib"]) == pytest.approx(MEASURED[row], rel=0.002)

@@ -36,7 +36,7 @@ def _lines() -> Iterator[str]:
         "|---|---|---|---|---|",
     )
     for row in MEMORY:
-        settings = ", ".join(f"`{option}: {value}`" for option, value in row.settings.items())
+        settings = ", ".join(f"`{option}: {str(value).lower()}`" for option, value in row.settings.items())
         yield f"| {row.purpose} | {row.resolution} | {row.gib:g} | {settings} | {row.source} |"
 
 
