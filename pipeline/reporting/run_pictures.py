@@ -158,11 +158,11 @@ class Watcher:
 
     Args:
         run: the run directory, or a folder of phases.
-        device: of the decoder.
+        device: gives the decoder's, again and again: it may change.
         log: called with each line for people.
     """
 
-    def __init__(self, vae: VaeConfig, run: Path, device: torch.device, log: Callable[[str], None]):
+    def __init__(self, vae: VaeConfig, run: Path, device: Callable[[], torch.device], log: Callable[[str], None]):
         self.vae, self.run, self.device, self.log = vae, run, device, log
         self.failed: dict[Path, str] = {}
         self._seen: dict[Path, tuple[int, int, int]] = {}
@@ -211,6 +211,8 @@ class Watcher:
     def _pass(self, stop: threading.Event) -> int:
         """Decode every new file; returns how many."""
         made = 0
+        if self._decoder is not None:
+            self._leave_other_devices()
         for path in files(self.run):
             if stop.is_set():
                 break
@@ -234,6 +236,17 @@ class Watcher:
                 made += 1
         return made
 
+    def _leave_other_devices(self) -> torch.device:
+        """The device of the decoder from now on; the memory of one on another device is given back."""
+        import torch
+
+        device = self.device()
+        if self._decoder is not None and self._decoder.device != device:
+            self._decoder = None
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+        return device
+
     def _decode(self, drawing: Drawing, latents: dict[str, torch.Tensor]) -> None:
         from PIL import Image
 
@@ -241,8 +254,9 @@ class Watcher:
         from pipeline.models.frozen import NonFiniteOutputError
 
         self._check(drawing)
+        device = self._leave_other_devices()
         if self._decoder is None:
-            self._decoder = LatentDecoder.load(self.vae, self.device)
+            self._decoder = LatentDecoder.load(self.vae, device)
         names: dict[str, str | None] = {}
         with writing(drawing.folder, "check the rights"):
             drawing.folder.mkdir(exist_ok=True)
