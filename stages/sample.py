@@ -325,11 +325,11 @@ def run_prompts(
 def watch(config: Config, run: Path, *, once: bool = False) -> int:
     """Decode the latents that a training draws; see `run_pictures.Watcher.watch`."""
     set_tf32(False)
-    run_pictures.Watcher(config.vae, run, _beside_training(config.encode.device, run), _log).watch(once=once)
+    run_pictures.Watcher(config.vae, run, beside_training(config.encode.device, run), _log).watch(once=once)
     return 0
 
 
-def _beside_training(name: str, run: Path) -> Callable[[], torch.device]:
+def beside_training(name: str, run: Path) -> Callable[[], torch.device]:
     """Gives the decoder's device. `auto` takes the CPU from the moment that a training of this host is alive: a decoder
     on the training's GPU takes 3 GiB that the training may need. Until a picture is decoded no GPU is opened."""
     resolved = functools.cache(partial(resolve_device, option="encode.device", log=_log))

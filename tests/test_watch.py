@@ -222,17 +222,17 @@ def test_a_watcher_leaves_the_gpu_when_a_training_begins(
         stages.sample, "resolve_device", lambda name, **options: torch.device("cpu" if name == "cpu" else "cuda:0")
     )
     monkeypatch.setattr(encoders.LatentDecoder, "load", load)
-    watcher = Watcher(config.vae, run, stages.sample._beside_training("auto", run), lambda line: None)
+    watcher = Watcher(config.vae, run, stages.sample.beside_training("auto", run), lambda line: None)
     draw(run, 1, recipe)
-    assert watcher._pass(threading.Event()) == 1 and loaded == ["cuda"]
+    assert watcher.decode_new(threading.Event()) == 1 and loaded == ["cuda"]
     plant(run, replace(ELSEWHERE, host=platform.node()))
-    assert watcher._pass(threading.Event()) == 0
-    assert watcher._decoder is None, "its memory is given back before there is something to decode"
+    assert watcher.decode_new(threading.Event()) == 0
+    assert watcher.decoder is None, "its memory is given back before there is something to decode"
     draw(run, 2, recipe)
-    assert watcher._pass(threading.Event()) == 1 and loaded == ["cuda", "cpu"]
+    assert watcher.decode_new(threading.Event()) == 1 and loaded == ["cuda", "cpu"]
     (run / lock.NAME).unlink()
     draw(run, 3, recipe)
-    watcher._pass(threading.Event())
+    watcher.decode_new(threading.Event())
     assert loaded == ["cuda", "cpu"], "the next phase may begin"
 
 

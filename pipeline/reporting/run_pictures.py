@@ -166,7 +166,7 @@ class Watcher:
         self.vae, self.run, self.device, self.log = vae, run, device, log
         self.failed: dict[Path, str] = {}
         self._seen: dict[Path, tuple[int, int, int]] = {}
-        self._decoder: LatentDecoder | None = None
+        self.decoder: LatentDecoder | None = None
         self._described: dict[str, Any] | None = None
 
     def watch(self, *, once: bool = False, poll_s: float = POLL_S) -> None:
@@ -191,12 +191,12 @@ class Watcher:
             stop.set()
 
         with catching((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), asked):
-            made = self._pass(stop)
+            made = self.decode_new(stop)
             if not made and not once:
                 absent = "" if self.run.is_dir() else ", which does not exist yet"
                 self.log(f"waiting for drawings in {self.run}{absent}; Ctrl-C ends")
             while not once and not stop.wait(poll_s):
-                self._pass(stop)
+                self.decode_new(stop)
         if stop.is_set():
             self.log("stopped; the same command continues")
         elif self.failed:
@@ -208,10 +208,10 @@ class Watcher:
         elif not made:
             self.log(f"{self.run}: nothing to decode")
 
-    def _pass(self, stop: threading.Event) -> int:
+    def decode_new(self, stop: threading.Event) -> int:
         """Decode every new file; returns how many."""
         made = 0
-        if self._decoder is not None:
+        if self.decoder is not None:
             self._leave_other_devices()
         for path in files(self.run):
             if stop.is_set():
@@ -241,8 +241,8 @@ class Watcher:
         import torch
 
         device = self.device()
-        if self._decoder is not None and self._decoder.device != device:
-            self._decoder = None
+        if self.decoder is not None and self.decoder.device != device:
+            self.decoder = None
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
         return device
@@ -255,14 +255,14 @@ class Watcher:
 
         self._check(drawing)
         device = self._leave_other_devices()
-        if self._decoder is None:
-            self._decoder = LatentDecoder.load(self.vae, device)
+        if self.decoder is None:
+            self.decoder = LatentDecoder.load(self.vae, device)
         names: dict[str, str | None] = {}
         with writing(drawing.folder, "check the rights"):
             drawing.folder.mkdir(exist_ok=True)
             for name, latent in sorted(latents.items()):
                 try:
-                    picture = Image.fromarray(self._decoder.decode(latent[None])[0])
+                    picture = Image.fromarray(self.decoder.decode(latent[None])[0])
                 except NonFiniteOutputError as error:
                     self.log(f"{drawing.path}: {name} has no picture: {error.line}")
                     names[name] = None
