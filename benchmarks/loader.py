@@ -43,10 +43,12 @@ import torch
 from benchmarks.report import finish, median, table
 from pipeline.cache import index, layout, shard
 from pipeline.cache.cache import Cache, Unit
+from pipeline.cache.recipes import Recipe
 from pipeline.cache.snapshot import Policies
 from pipeline.loader import randomness
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.processes import run_and_exit
+from pipeline.signals.control import ControlRecipe
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots.join import BucketTable, EncodedRecords, Joined, Resolution, assemble, join
@@ -67,17 +69,22 @@ def build(
     batch: int = BATCH,
     latent: LatentRecipe | None = None,
     text: TextRecipe | None = None,
+    control: ControlRecipe | None = None,
+    tokens_each: int | None = None,
 ) -> Cache:
     """A cache and snapshot of `count` samples, through the real scan table, plans, shards and join. Values are bf16
-    between 1/8 and 1; recipes of Sana where none is given."""
+    between 1/8 and 1; recipes of Sana where none is given, and no control pictures. tokens_each: of every caption."""
     from pipeline.cache.scan_table import SCAN
 
     cache = Cache(root, create=True)
     rng = np.random.default_rng(0)
     latent, text = latent or LatentRecipe(), text or TextRecipe()
-    for recipe in (latent, text):
+    recipes: list[Recipe] = [latent, *([] if control is None else [control]), text]
+    for recipe in recipes:
         cache.add_recipe(recipe)
     tokens = np.clip(rng.lognormal(np.log(70), 0.55, count), 8, 300).astype(int)
+    if tokens_each is not None:
+        tokens[:] = tokens_each
     rows: list[dict[str, Any]] = [
         {
             "item": f"{i:06d}.jpg",
@@ -92,7 +99,7 @@ def build(
         }
         for i in range(count)
     ]
-    for recipe in (latent, text):
+    for recipe in recipes:
         plan, table_rows = [], []
         for start in range(0, count, 256):
             unit = f"{start:032x}"
@@ -101,12 +108,9 @@ def build(
                     writer.add(text.null_key, _bits(rng, (300, text.width)), caption="", valid=1)
                 for i in range(start, min(start + 256, count)):
                     height, width = buckets[i % len(buckets)]
-                    if recipe is latent:
-                        key = latent.key(rows[i]["digest"], height, width)
-                        writer.add(
-                            key,
-                            _bits(rng, (latent.channels, height // latent.compression, width // latent.compression)),
-                        )
+                    if isinstance(recipe, LatentRecipe):
+                        values = _bits(rng, recipe.shape(height, width))
+                        writer.add(recipe.key(rows[i]["digest"], height, width), values)
                     else:
                         key = text.key(f"caption {i}")
                         writer.add(key, _bits(rng, (int(tokens[i]), text.width)), caption=f"caption {i}")
@@ -118,7 +122,7 @@ def build(
         for commit in plan:
             index.publish_commit(cache.files, recipe.name, 0, commit)
     joined = Joined()
-    records = EncodedRecords([latent, text], {one.kind: cache.index(one.name) for one in (latent, text)})
+    records = EncodedRecords(recipes, {one.kind: cache.index(one.name) for one in recipes})
     join(joined, "synthetic", pa.Table.from_pylist(rows, schema=SCAN), records, Resolution(buckets))
     table = BucketTable(buckets, [batch] * len(buckets))
     assembled = assemble(joined, joined.frame(), records, table, Policies("carry", pad_text_multiple=1), {})

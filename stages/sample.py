@@ -9,6 +9,7 @@ by the weights that the run began from, and by the trained ones. Guidance uses t
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
@@ -322,19 +323,31 @@ def run_prompts(
 
 
 def watch(config: Config, run: Path, *, once: bool = False) -> int:
-    """Decode the latents that a training draws; see `run_pictures.Watcher.watch`. While a training of this host is
-    alive, `auto` takes the CPU: a decoder on the training's GPU takes 3 GiB that the training may need."""
+    """Decode the latents that a training draws; see `run_pictures.Watcher.watch`."""
     set_tf32(False)
-    name = config.encode.device
-    if name == "auto" and gpus().count and (owner := lock.owner_here(run)) is not None:
-        _log(
-            f"decoding on the CPU, since {owner} trains in {run} and may need the GPU's memory; another GPU: "
-            "--set encode.device=cuda:1"
-        )
-        name = "cpu"
-    device = resolve_device(name, option="encode.device", log=_log)
-    run_pictures.Watcher(config.vae, run, device, _log).watch(once=once)
+    run_pictures.Watcher(config.vae, run, beside_training(config.encode.device, run), _log).watch(once=once)
     return 0
+
+
+def beside_training(name: str, run: Path) -> Callable[[], torch.device]:
+    """Gives the decoder's device. `auto` takes the CPU from the moment that a training of this host is alive: a decoder
+    on the training's GPU takes 3 GiB that the training may need. Until a picture is decoded no GPU is opened."""
+    resolved = functools.cache(partial(resolve_device, option="encode.device", log=_log))
+    avoids = False
+    if name != "auto":
+        resolved(name)  # a wrong one is refused at the start
+
+    def device() -> torch.device:
+        nonlocal avoids
+        if name == "auto" and not avoids and gpus().count and (owner := lock.owner_here(run)) is not None:
+            avoids = True
+            _log(
+                f"decoding on the CPU, since {owner} trains in {run} and may need the GPU's memory; another GPU: "
+                "--set encode.device=cuda:1"
+            )
+        return resolved("cpu" if avoids else name)
+
+    return device
 
 
 def decode(config: Config, latents: Path, out: Path) -> int:

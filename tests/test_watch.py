@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -153,7 +154,7 @@ def test_the_watcher_decodes_what_appears_and_ends_by_a_signal(
         os.kill(os.getpid(), signal.SIGTERM)
 
     trainer = threading.Thread(target=train)
-    watcher = Watcher(config.vae, run, torch.device("cpu"), lines.append)
+    watcher = Watcher(config.vae, run, lambda: torch.device("cpu"), lines.append)
     monkeypatch.setattr(threading, "excepthook", lambda args: os.kill(os.getpid(), signal.SIGTERM))
     loads = []
     real = encoders.LatentDecoder.load
@@ -195,7 +196,7 @@ def test_the_gpu_is_left_to_a_training_that_is_alive_on_this_host(
 
     monkeypatch.setattr(stages.sample, "gpus", lambda: Gpus(2))
     monkeypatch.setattr(stages.sample, "resolve_device", resolve)
-    monkeypatch.setattr(Watcher, "watch", lambda self, once: None)
+    monkeypatch.setattr(Watcher, "watch", lambda self, once: self.device())
     config = config.model_copy(update={"encode": config.encode.model_copy(update={"device": asked})})
     plant(run, replace(ELSEWHERE, host=host), untouched_s=untouched_s)
     stages.sample.watch(config, run)
@@ -204,6 +205,35 @@ def test_the_gpu_is_left_to_a_training_that_is_alive_on_this_host(
     (run / lock.NAME).rename(phase / lock.NAME)
     stages.sample.watch(config, run)
     assert chosen == [taken, taken]
+
+
+def test_a_watcher_leaves_the_gpu_when_a_training_begins(
+    run: Path, config: Config, recipe: LatentRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Edit: the device is asked for once, at the start."""
+    loaded: list[str] = []
+
+    def load(vae: object, device: torch.device) -> SimpleNamespace:
+        loaded.append(device.type)
+        return SimpleNamespace(device=device, decode=lambda latents: np.zeros((1, 8, 8, 3), np.uint8))
+
+    monkeypatch.setattr(stages.sample, "gpus", lambda: Gpus(1))
+    monkeypatch.setattr(
+        stages.sample, "resolve_device", lambda name, **options: torch.device("cpu" if name == "cpu" else "cuda:0")
+    )
+    monkeypatch.setattr(encoders.LatentDecoder, "load", load)
+    watcher = Watcher(config.vae, run, stages.sample.beside_training("auto", run), lambda line: None)
+    draw(run, 1, recipe)
+    assert watcher.decode_new(threading.Event()) == 1 and loaded == ["cuda"]
+    plant(run, replace(ELSEWHERE, host=platform.node()))
+    assert watcher.decode_new(threading.Event()) == 0
+    assert watcher.decoder is None, "its memory is given back before there is something to decode"
+    draw(run, 2, recipe)
+    assert watcher.decode_new(threading.Event()) == 1 and loaded == ["cuda", "cpu"]
+    (run / lock.NAME).unlink()
+    draw(run, 3, recipe)
+    watcher.decode_new(threading.Event())
+    assert loaded == ["cuda", "cpu"], "the next phase may begin"
 
 
 def test_the_command_that_is_shown_decodes(run: Path) -> None:

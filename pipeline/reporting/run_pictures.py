@@ -158,15 +158,15 @@ class Watcher:
 
     Args:
         run: the run directory, or a folder of phases.
-        device: of the decoder.
+        device: gives the decoder's, again and again: it may change.
         log: called with each line for people.
     """
 
-    def __init__(self, vae: VaeConfig, run: Path, device: torch.device, log: Callable[[str], None]):
+    def __init__(self, vae: VaeConfig, run: Path, device: Callable[[], torch.device], log: Callable[[str], None]):
         self.vae, self.run, self.device, self.log = vae, run, device, log
         self.failed: dict[Path, str] = {}
         self._seen: dict[Path, tuple[int, int, int]] = {}
-        self._decoder: LatentDecoder | None = None
+        self.decoder: LatentDecoder | None = None
         self._described: dict[str, Any] | None = None
 
     def watch(self, *, once: bool = False, poll_s: float = POLL_S) -> None:
@@ -191,12 +191,12 @@ class Watcher:
             stop.set()
 
         with catching((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), asked):
-            made = self._pass(stop)
+            made = self.decode_new(stop)
             if not made and not once:
                 absent = "" if self.run.is_dir() else ", which does not exist yet"
                 self.log(f"waiting for drawings in {self.run}{absent}; Ctrl-C ends")
             while not once and not stop.wait(poll_s):
-                self._pass(stop)
+                self.decode_new(stop)
         if stop.is_set():
             self.log("stopped; the same command continues")
         elif self.failed:
@@ -208,9 +208,11 @@ class Watcher:
         elif not made:
             self.log(f"{self.run}: nothing to decode")
 
-    def _pass(self, stop: threading.Event) -> int:
+    def decode_new(self, stop: threading.Event) -> int:
         """Decode every new file; returns how many."""
         made = 0
+        if self.decoder is not None:
+            self._leave_other_devices()
         for path in files(self.run):
             if stop.is_set():
                 break
@@ -234,6 +236,17 @@ class Watcher:
                 made += 1
         return made
 
+    def _leave_other_devices(self) -> torch.device:
+        """The device of the decoder from now on; the memory of one on another device is given back."""
+        import torch
+
+        device = self.device()
+        if self.decoder is not None and self.decoder.device != device:
+            self.decoder = None
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+        return device
+
     def _decode(self, drawing: Drawing, latents: dict[str, torch.Tensor]) -> None:
         from PIL import Image
 
@@ -241,14 +254,15 @@ class Watcher:
         from pipeline.models.frozen import NonFiniteOutputError
 
         self._check(drawing)
-        if self._decoder is None:
-            self._decoder = LatentDecoder.load(self.vae, self.device)
+        device = self._leave_other_devices()
+        if self.decoder is None:
+            self.decoder = LatentDecoder.load(self.vae, device)
         names: dict[str, str | None] = {}
         with writing(drawing.folder, "check the rights"):
             drawing.folder.mkdir(exist_ok=True)
             for name, latent in sorted(latents.items()):
                 try:
-                    picture = Image.fromarray(self._decoder.decode(latent[None])[0])
+                    picture = Image.fromarray(self.decoder.decode(latent[None])[0])
                 except NonFiniteOutputError as error:
                     self.log(f"{drawing.path}: {name} has no picture: {error.line}")
                     names[name] = None

@@ -5,10 +5,10 @@
 
 Kernels compute nothing and take no time; copies up to 1 MiB are done. Real are the allocator, the use of streams and
 page-locked memory, FSDP2, the order of collectives, inductor, Triton and ptxas for the card's capability. What the
-environment says: FAKE_GPU (T4, 3060, 3090, 4090, 5090, A100, H100, B200), FAKE_GPUS, FAKE_OTHER_MIB (memory of other
-processes), FAKE_INIT_ERROR (35: the driver is too old, 100: no card), FAKE_INIT_ERROR_RANK (that process only),
+environment says: FAKE_GPU (T4, 3060, 3090, 4090, 5090, A40, A100, H100, B200), FAKE_GPUS, FAKE_OTHER_MIB (memory of
+other processes), FAKE_INIT_ERROR (35: the driver is too old, 100: no card), FAKE_INIT_ERROR_RANK (that process only),
 FAKE_CONTEXT_MIB, FAKE_NCCL_MIB, FAKE_NCCL_WAIT_S, FAKE_REGISTER_MIB, FAKE_WORKSPACE (bytes), FAKE_CUBLAS_ERROR (3: no
-memory), FAKE_VERDICT=0 (see `site/`).
+memory), FAKE_VERDICT=0 (see `site/`). On 9.0 and newer cuDNN's attention, which padded captions take, has no plan.
 """
 
 from __future__ import annotations
