@@ -182,6 +182,8 @@ def _refuse(config: Config, each: _Looked, data: Sequence[str], options: Options
     """Raises a UserError for pictures that are likely masks, control pictures or regularisation pictures, and for files
     that are likely captions."""
     understood.check_loose(each.taken)
+    if not any(text.startswith("data.caption=") for text in options.overrides):
+        understood.check_lists(each.taken)
     if understood.settles(config, "pictures"):
         return
 

@@ -371,9 +371,10 @@ def test_each_row_of_the_memory_table_fits(row: recommend.Memory, tmp_path: Path
     size = (1024, 1024) if row.resolution == 1024 else (512, 512)
     source = folder(tmp_path / "pictures", 40, size=size)
     for gpus in (1, 4) if row.gib > 20 else (1,):
-        options = Options(row.purpose, None, tmp_path / f"{gpus}.yaml", gpu_memory=f"{row.gib / gpus}GiB", gpus=gpus)
+        memory = f"{(row.gib + (gpus - 1) * recommend.OF_A_FURTHER_CARD) / gpus:.4f}GiB"
+        options = Options(row.purpose, None, tmp_path / f"{gpus}.yaml", gpu_memory=memory, gpus=gpus)
         assert init.run([str(source)], options) == 0
-        words = ["plan", "--config", str(options.out), "--gpus", str(gpus), "--gpu-memory", f"{row.gib / gpus}GiB"]
+        words = ["plan", "--config", str(options.out), "--gpus", str(gpus), "--gpu-memory", memory]
         result = CliRunner().invoke(cli, words)
         assert result.exit_code == 0, result.output
         assert {option: value_at(load(options.out).model_dump(), option) for option in row.settings} == row.settings

@@ -27,7 +27,7 @@ from pipeline.cache.scan_table import ABSENT, places
 from pipeline.config import Config, DataConfig, setting
 from pipeline.encoding.reading import Reading
 from pipeline.errors import UserError, escaped
-from pipeline.sources import caption_rules, caption_signs, name_patterns
+from pipeline.sources import caption_rules, caption_signs, name_patterns, unread_lists
 from pipeline.sources.caption_columns import TEXT_FILE, CaptionCandidate, CaptionRule, text_columns
 from pipeline.sources.caption_signs import Sign
 from pipeline.sources.filenames import extension, shortened, stem
@@ -36,6 +36,7 @@ from pipeline.sources.name_patterns import CONTROL, MASK, Pattern
 from pipeline.sources.reject_kinds import examples
 from pipeline.sources.sidecars import read_sidecar
 from pipeline.sources.source import Source
+from pipeline.sources.unread_lists import UnreadList
 
 SHOWN = 256
 """Captions of a source that are looked at."""
@@ -59,6 +60,7 @@ class Understood:
         further: usable pictures with a further picture, by kind.
         patterns: what names say of pictures without a caption. regularisation: folders of such pictures.
         loose: files that read as captions of pictures without one, and are not used.
+        lists: files that name pictures without a caption, and are not used.
         notes: what else should be looked at, for people. signs: of other meanings, in the captions of the scan.
     """
 
@@ -72,6 +74,7 @@ class Understood:
     patterns: tuple[Pattern, ...]
     regularisation: tuple[Pattern, ...]
     loose: tuple[Pattern, ...]
+    lists: tuple[UnreadList, ...]
     notes: tuple[str, ...]
     signs: tuple[Sign, ...]
 
@@ -87,7 +90,8 @@ class Understood:
     def remarks(self, data: DataConfig) -> list[str]:
         """What was not used, and may be meant. data: the settings that the captions will be made with."""
         patterns = [_said(each, self.source) for each in self.patterns]
-        return [*patterns, *map(_said_loose, self.loose), *self.notes, *caption_signs.said(self.signs, data)]
+        lists = [f"{escaped(each.file)} names pictures without a caption and is not used" for each in self.lists]
+        return [*patterns, *map(_said_loose, self.loose), *lists, *self.notes, *caption_signs.said(self.signs, data)]
 
     @property
     def remedy(self) -> str | None:
@@ -131,6 +135,12 @@ def of(source: Source, scan: pa.Table, data: DataConfig) -> Understood:
     by_name = source.further_by & {"suffix", "folder"}
     patterns = name_patterns.further(items, has_caption) if by_name else []
     loose = [each for each in name_patterns.captions(source.loose, items, has_caption) if _reads(source, each.example)]
+    files = unread_lists.candidates(
+        (file for some in source.ignored.examples.values() for file in some),
+        scan.column("item").filter(pc.invert(usable)).slice(0, SHOWN).to_pylist(),
+    )
+    bare = items.filter(pc.and_(usable, pc.invert(has_caption))).slice(0, SHOWN).to_pylist() if files else []
+    lists = unread_lists.naming(source.filesystem, files, bare) if bare else ()
     labelled = bool(data.caption_prefix.strip()) or data.caption is not None
     number = _true(usable)
     return Understood(
@@ -144,6 +154,7 @@ def of(source: Source, scan: pa.Table, data: DataConfig) -> Understood:
         tuple(pattern for pattern in patterns if not _is_used(pattern, data)),
         tuple(name_patterns.regularisation(items)) if by_name and labelled else (),
         tuple(loose),
+        tuple(lists),
         (*_notes(source, data, number, _true(both)), *caption_signs.without_variants(scan, data)),
         tuple(caption_signs.signs(scan)),
     )
@@ -192,6 +203,8 @@ def refuse(understood: Understood, config: Config, scan: pa.Table, cache: Cache 
     document = None if cache is None else cache.last_scan(source.name)
     if document is None:
         check_loose(understood)
+        if not settles(config, "caption"):
+            check_lists(understood)
     if (
         data.caption is not None
         and not settles(config, "pictures")
@@ -288,6 +301,25 @@ def check_loose(understood: Understood) -> None:
             found="; ".join(f"{each.count} such as {escaped(each.example)} for {escaped(each.of)}" for each in loose),
             fix="; ".join(dict.fromkeys(_beside(source, each) for each in loose))
             + ", and then the same command; or move them out of the data if they are no captions",
+        )
+
+
+def check_lists(understood: Understood) -> None:
+    """Refuse files that name pictures without a caption and are not read.
+
+    Raises:
+        UserError: with how to make them be read.
+    """
+    source, lists = understood.source, understood.lists
+    if lists:
+        first = lists[0]
+        fix = first.fix(shlex.quote(source.location), shlex.quote(posixpath.join(source.location, first.file)))
+        raise UserError(
+            f"pictures of source {source.name!r} have no caption, and {escaped(first.file)}, which is not used, names "
+            "them with words beside their names",
+            expected="captions in a file that is read: docs/encoding.md has a table of them",
+            found="; ".join(f"{escaped(each.file)}: {escaped(each.name)}" for each in lists),
+            fix=f"{fix}; if it holds no captions, the same command with {setting('data.caption', 'a picture')}",
         )
 
 

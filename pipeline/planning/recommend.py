@@ -60,7 +60,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Memory:
-    """The first row whose `gib`, of all cards together, are there."""
+    """The first row whose `gib`, of all cards together (`Facts.shared_gib`), are there."""
 
     purpose: str
     resolution: int
@@ -158,6 +158,9 @@ MEMORY = (
     Memory(SCRATCH, 512, 15, {}, "13.7 GiB at a microbatch of 8 (`sana-pipe plan`)"),
 )
 
+OF_A_FURTHER_CARD = 1.2
+"""GiB of a context and of the buffers of collectives, as `sana-pipe plan` estimates them."""
+
 HELDOUT = ((1000, 0.02), (40, 0.1))
 """(from so many pictures, share that is held out): `validation.samples` are 512, and fewer than four say little."""
 HELDOUT_SOURCE = "our choice, as `sana_1600m_1024_lora`"
@@ -201,6 +204,11 @@ class Facts:
     def all_gib(self) -> float:
         """Memory of all cards; of none: without a limit, since the training will be elsewhere."""
         return math.inf if self.memory_gib is None else self.memory_gib * self.gpus
+
+    @property
+    def shared_gib(self) -> float:
+        """`all_gib` without what each further card takes for itself."""
+        return self.all_gib - OF_A_FURTHER_CARD * (self.gpus - 1)
 
 
 @dataclass(frozen=True)
@@ -304,7 +312,7 @@ def _purpose(facts: Facts, purpose: str | None, resolution: int) -> tuple[str, s
 
 def _memory(purpose: str, resolution: int, facts: Facts) -> Memory | None:
     rows = (row for row in MEMORY if (row.purpose, row.resolution) == (purpose, resolution))
-    return next((row for row in rows if facts.all_gib >= row.gib), None)
+    return next((row for row in rows if facts.shared_gib >= row.gib), None)
 
 
 def _too_little(purpose: str, facts: Facts) -> UserError:
@@ -312,7 +320,8 @@ def _too_little(purpose: str, facts: Facts) -> UserError:
     names = {LORA: "a LoRA", FULL: "full fine-tuning", SCRATCH: "training from scratch"}
     return UserError(
         f"{names[purpose]} does not fit into {facts.gpus} x {facts.memory_gib:.1f} GiB",
-        expected=f"{least.gib:g} GiB, of all cards together, for {BASES[least.resolution]}",
+        expected=f"{least.gib:g} GiB, of all cards together, for {BASES[least.resolution]}, and "
+        f"{OF_A_FURTHER_CARD} GiB for each further card",
         fix="a card with more memory" if purpose == LORA else "--for lora, or more cards",
     )
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.sources.filenames import extension, stem
+from pipeline.sources.filenames import composed, extension, stem
 
 PLACES = 3
 """Words at either end of a name that are tried."""
@@ -93,7 +93,7 @@ def pairs(
     for file in files:
         for rank, (key, core) in enumerate(_keys(file, folders)):
             wanted[key].append((rank, file, core))
-    lower = pc.utf8_lower(pc.replace_substring_regex(pictures, r"\.[^./]*$", ""))
+    lower = pc.utf8_lower(pc.utf8_normalize(pc.replace_substring_regex(pictures, r"\.[^./]*$", ""), form="NFC"))
     best = dict[str, tuple[int, Pair]]()
     keys = pa.array(wanted, pa.string())
     for form, (pattern, kept) in enumerate(_FORMS):
@@ -107,7 +107,8 @@ def pairs(
                 if not is_better or not usable(file, picture, before + after):
                     continue
                 name = posixpath.basename(stem(picture))
-                place = name.lower().rfind(core.lower())
+                if (place := name.lower().rfind(core.lower())) < 0:  # of another Unicode form
+                    continue
                 best[file] = rank, Pair(file, picture, before, after, name[:place], name[place + len(core) :])
     return {file: pair for file, (_, pair) in best.items()}
 
@@ -117,7 +118,7 @@ def _keys(file: str, folders: Mapping[str, list[str]]) -> Iterator[tuple[str, st
     folder, _, name = stem(file).rpartition("/")
     for core in _cores(name):
         for place in _near(folder, folders):
-            yield posixpath.join(place, core).lower(), core
+            yield composed(posixpath.join(place, core)).lower(), core
 
 
 def _cores(name: str) -> Iterator[str]:

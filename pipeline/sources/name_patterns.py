@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.sources.filenames import stem
+from pipeline.sources.filenames import composed, stem
 from pipeline.sources.name_pairs import Pair, pairs
 from pipeline.sources.reject_kinds import Kinds
 
@@ -123,6 +123,7 @@ def further(items: pa.ChunkedArray, has_caption: pa.ChunkedArray) -> list[Patter
         return []
     stems = pc.replace_substring_regex(items, _ENDING, "")
     folders = _folders(stems)
+    stems = pc.utf8_normalize(stems, form="NFC")
     readings = {item: list(_readings(item, folders)) for item in dict.fromkeys(samples)}
     wanted = pa.array({picture for each in readings.values() for *_, picture in each}, pa.string())
     matches = pc.is_in(stems, value_set=wanted)
@@ -215,7 +216,12 @@ def _pattern_of(value: str) -> str:
 
 
 def _readings(item: str, folders: dict[str, list[str]]) -> Iterator[tuple[str, str, str, str]]:
-    """(kind, way, value, stem of the picture) of what a picture's name may mean. folders: below each folder."""
+    """(kind, way, value, stem of the picture, composed) of what a picture's name may mean. folders: below each."""
+    for kind, way, value, picture in _spelled_readings(item, folders):
+        yield kind, way, value, composed(picture)
+
+
+def _spelled_readings(item: str, folders: dict[str, list[str]]) -> Iterator[tuple[str, str, str, str]]:
     name = stem(item)
     folder, slash, file = name.rpartition("/")
     for place in [match.start() for match in _SUFFIX.finditer(file, 1)][-3:]:
