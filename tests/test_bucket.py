@@ -1225,7 +1225,7 @@ def test_the_checks_can_fail(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(selection, "heldout", lambda digests, *_: np.zeros(len(digests), bool))
     assert items(made(config(root, "bucket.heldout=0.3"))) == plain
     monkeypatch.undo()
-    monkeypatch.setattr(selection, "deduplicated", lambda joined, frame, *args, **how: frame)
+    monkeypatch.setattr(selection, "deduplicated", lambda joined, frame, *args, **how: (frame, None))
     assert items(made(config(root, "bucket.dedup=image"))) == plain
 
 

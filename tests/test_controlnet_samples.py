@@ -203,7 +203,7 @@ def test_the_report_has_the_control_beside_the_result(drawing: Path, make_config
 
 
 def test_pictures_without_controls_are_refused(
-    drawing: Path, make_config: MakeConfig, small_cache: Path, tmp_path: Path
+    drawing: Path, make_config: MakeConfig, small_cache_copy: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="these have no control pictures"):
         configured(make_config, drawing, "train.pictures.prompts=mine")
@@ -216,15 +216,15 @@ def test_pictures_without_controls_are_refused(
         assert error.value.found == found and "64x64" in str(error.value.expected)
     config = configured(make_config, tmp_path, "train.pictures={every: 1}", "train.validation=null")
     with pytest.raises(ConfigError, match="no control records"):
-        stages.train.run(config.model_copy(update={"cache": str(small_cache)}))
+        stages.train.run(config.model_copy(update={"cache": str(small_cache_copy)}))
 
 
 def test_a_control_and_its_model_go_together(
-    trained: Path, make_config: MakeConfig, tmp_path: Path, small_cache: Path
+    trained: Path, make_config: MakeConfig, tmp_path: Path, small_cache_copy: Path
 ) -> None:
     config = configured(make_config, trained)
     with pytest.raises(ConfigError, match="which draws with a control picture") as error:
         stages.sample.run_prompts(config, "auto", ["one"], tmp_path)
     assert error.value.fix == "--control FILE"
     with pytest.raises(ConfigError, match="has no control pictures"):
-        stages.sample.run(config.model_copy(update={"cache": str(small_cache)}), "auto", None, tmp_path)
+        stages.sample.run(config.model_copy(update={"cache": str(small_cache_copy)}), "auto", None, tmp_path)

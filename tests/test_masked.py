@@ -220,12 +220,12 @@ def test_nothing_is_learned_from_empty_masks(tmp_path: Path) -> None:
     assert [(row["loss"], row["grad_norm"]) for row in rows] == [(0, 0)] * 3
 
 
-def test_a_snapshot_without_masks_is_refused(small_cache: Path, make_config: Any, tmp_path: Path) -> None:
+def test_a_snapshot_without_masks_is_refused(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
     import stages.train
 
     options = ["train.device=cpu", "train.steps=1", "train.compile=none", "train.mask={}"]
     with pytest.raises(ConfigError, match="has no mask records"):
-        stages.train.run(make_config(tmp_path, f"cache={small_cache}", *options), log=lambda line: None)
+        stages.train.run(make_config(tmp_path, f"cache={small_cache_copy}", *options), log=lambda line: None)
 
 
 @pytest.mark.dist

@@ -276,7 +276,7 @@ def test_readers_draw_what_another_number_of_processes_has_resumed(launched: Pat
 
 
 def test_another_architecture_goes_from_the_cache_to_an_export(
-    small_cache: Path, make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_cache_copy: Path, make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PixArt of diffusers: checked, planned, trained, resumed, drawn and exported; only `tests/support` names it."""
     import stages.export
@@ -295,8 +295,8 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     options = ["train.device=cpu", "train.precision=fp32", "train.steps=2", "train.log_every=1", "train.ema={}"]
     options += [f"model.weights={{id: {tmp_path / 'start'}, subfolder: null}}", "model.arch=null"]
     options += ["train.optim.warmup_steps=0", "train.activation_checkpointing=full", "train.compile=none"]
-    config = make_config(tmp_path, f"cache={small_cache}", *options)
-    snapshot = Cache(small_cache).open_snapshot()
+    config = make_config(tmp_path, f"cache={small_cache_copy}", *options)
+    snapshot = Cache(small_cache_copy).open_snapshot()
 
     given = build.architecture_of_weights(config)
     assert isinstance(given, pixart.PixArt)
@@ -308,7 +308,7 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
         given.check_widths("these latents", "another model", channels=4)
 
     stages.train.run(config, log=lambda line: None)
-    more = make_config(tmp_path, f"cache={small_cache}", *options, "train.steps=3")
+    more = make_config(tmp_path, f"cache={small_cache_copy}", *options, "train.steps=3")
     stages.train.run(more, resume="auto", log=lambda line: None)
     rows = metrics.read(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3] and all(row["model_tflops"] > 0 for row in rows)

@@ -377,7 +377,8 @@ def walked(case: Case, count: int, folder: Path, tiny: Path) -> None:
         places, settings = pasted(str(refusal.value.fix), data)
     got, report = walk(places, folder, case.trigger, settings, tiny)
     assert got == {
-        item: one._replace(mask=None if one.mask is None else one.mask % (CELLS - 1)) for item, one in truth.items()
+        item: Trained(one.captions, None if one.mask is None else one.mask % (CELLS - 1), one.control)
+        for item, one in truth.items()
     }
     repeats = Counter(visits[1] for item in truth if (visits := re.match("([0-9]+)_", item)))
     assert report["repeats"].get("data", {}) == repeats

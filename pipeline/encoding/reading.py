@@ -100,7 +100,8 @@ def settled(config: Config, format: str | None, name: str, scan: dict[str, Any] 
     now, given = _values(config.data, config.encode.signals), config._data_given
     read = scan.get("read", {})
     used, file = ({**_DEFAULTS, **read.get(part, {})} for part in ("used", "file"))
-    used[SIGNALS] = [kind for kind in _KINDS if kind in scan.get("recipes", {})]  # old scans do not remember it
+    if SIGNALS not in read.get("used", {}):  # old scans do not remember it
+        used[SIGNALS] = [kind for kind in _KINDS if kind in scan.get("recipes", {})]
     base = None if given.file is None else _values(given.file, given.signals)
     result, notes = _values(config.data, config.encode.signals), list[str]()
     for group in GROUPS:

@@ -172,7 +172,7 @@ def check_rule(recipes: Iterable[Recipe]) -> None:
     for recipe in recipes:
         if isinstance(recipe, HashRecipe) and not recipe.is_compared:
             raise CacheError(
-                "the hashes of the pictures are of an earlier version of sana-pipe and cannot be compared",
+                "the hashes of the pictures are of an earlier version, and cannot be compared with those of this one",
                 expected=RULE,
                 found=recipe.rule,
                 fix=f"{ANEW}, then sana-pipe bucket",
