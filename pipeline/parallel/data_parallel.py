@@ -5,7 +5,7 @@ Frozen parameters have the dtype of the computation; where nothing is sharded FS
 Why in DDP's place and for one process in bf16, too: mixed precision, checkpoints and clipping are the same everywhere,
 and autocast would cache bf16 copies of all parameters (3 GiB for Sana 1.6B) and run linear attention's fp32 in bf16.
 Price: without `reduce_each_microbatch` every process has a full fp32 gradient between microbatches, and the last is
-reduced beside it in memory of another stream. In DDP's place FSDP2 copies parameters before use; they stay until the update.
+reduced beside it in memory of another stream. In DDP's place FSDP2 copies parameters before use, and they stay.
 """
 
 from __future__ import annotations
