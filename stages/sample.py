@@ -32,6 +32,7 @@ from pipeline.cache.snapshot import Head
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import check_compiler, gpus, resolve_device, set_tf32
+from pipeline.metrics.trackers import PictureTrackers
 from pipeline.models.adapters import Adapter, adapter_from
 from pipeline.models.encoders import vae_shape
 from pipeline.models.hub import listed, open_tensors, resolve
@@ -323,9 +324,15 @@ def run_prompts(
 
 
 def watch(config: Config, run: Path, *, once: bool = False) -> int:
-    """Decode the latents that a training draws; see `run_pictures.Watcher.watch`."""
+    """Decode the latents that a training draws, and give the pictures to `train.trackers`; see
+    `run_pictures.Watcher.watch`."""
     set_tf32(False)
-    run_pictures.Watcher(config.vae, run, beside_training(config.encode.device, run), _log).watch(once=once)
+    trackers = PictureTrackers(config.train.trackers, _log)
+    device = beside_training(config.encode.device, run)
+    try:
+        run_pictures.Watcher(config.vae, run, device, _log, trackers.log).watch(once=once)
+    finally:
+        trackers.close()
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
@@ -59,6 +60,35 @@ def decoded(path: Path) -> dict[str, Path | None]:
     made = Drawing.read(path).pictures()
     assert made is not None
     return made
+
+
+def test_pictures_reach_tensorboard_once_and_a_broken_tracker_ends_nothing(
+    config: Config, recipe: LatentRecipe, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from accelerate import tracking
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = config.with_train(trackers=["tensorboard"])
+    first = draw(run, 100, recipe)
+    for _ in range(2):
+        stages.sample.watch(config, run, once=True)
+    draw(run, 200, recipe)
+    stages.sample.watch(config, run, once=True)
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0})
+    events.Reload()
+    names = decoded(first)
+    assert events.Tags()["images"] == sorted(f"pictures/{name}" for name in names)
+    for name, file in names.items():
+        shown = events.Images(f"pictures/{name}")
+        assert [image.step for image in shown] == [100, 200]
+        with Image.open(io.BytesIO(shown[0].encoded_image_string)) as image, Image.open(str(file)) as picture:
+            assert np.array_equal(np.asarray(image), np.asarray(picture))
+
+    monkeypatch.setattr(tracking.TensorBoardTracker, "log_images", refuse)
+    capsys.readouterr()
+    made = draw(run, 300, recipe)
+    stages.sample.watch(config, run, once=True)
+    assert decoded(made) and "tensorboard" in capsys.readouterr().out
 
 
 def test_each_drawing_is_decoded_once_without_the_transformer(

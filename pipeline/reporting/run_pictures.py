@@ -26,6 +26,7 @@ from pipeline.signals.latent import LatentRecipe
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
 
     from pipeline.models.encoders import LatentDecoder
 
@@ -160,10 +161,18 @@ class Watcher:
         run: the run directory, or a folder of phases.
         device: gives the decoder's, again and again: it may change.
         log: called with each line for people.
+        publish: called with the run directory, the step and the pictures of each drawing.
     """
 
-    def __init__(self, vae: VaeConfig, run: Path, device: Callable[[], torch.device], log: Callable[[str], None]):
-        self.vae, self.run, self.device, self.log = vae, run, device, log
+    def __init__(
+        self,
+        vae: VaeConfig,
+        run: Path,
+        device: Callable[[], torch.device],
+        log: Callable[[str], None],
+        publish: Callable[[Path, int, dict[str, Image.Image]], None] = lambda run, step, pictures: None,
+    ):
+        self.vae, self.run, self.device, self.log, self.publish = vae, run, device, log, publish
         self.failed: dict[Path, str] = {}
         self._seen: dict[Path, tuple[int, int, int]] = {}
         self.decoder: LatentDecoder | None = None
@@ -258,6 +267,7 @@ class Watcher:
         if self.decoder is None:
             self.decoder = LatentDecoder.load(self.vae, device)
         names: dict[str, str | None] = {}
+        pictures = dict[str, Image.Image]()
         with writing(drawing.folder, "check the rights"):
             drawing.folder.mkdir(exist_ok=True)
             for name, latent in sorted(latents.items()):
@@ -267,13 +277,14 @@ class Watcher:
                     self.log(f"{drawing.path}: {name} has no picture: {error.line}")
                     names[name] = None
                     continue
-                names[name] = f"{name}.png"
+                names[name], pictures[name] = f"{name}.png", picture
                 with replacing(drawing.folder / f"{name}.png") as work:
                     picture.save(work, "PNG")
             with replacing(drawing.folder / DECODED) as work:
                 work.write_text(json.dumps({"latents": drawing.digest, "files": names}) + "\n", encoding="utf-8")
         count = sum(name is not None for name in names.values())
         self.log(f"step {drawing.facts['step']}: {count} pictures in {drawing.folder}")
+        self.publish(drawing.path.parent.parent, drawing.facts["step"], pictures)
 
     def _check(self, drawing: Drawing) -> None:
         """ConfigError unless the configured VAE made the latents that the model was trained on."""
