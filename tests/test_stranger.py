@@ -397,6 +397,12 @@ def test_more_layouts(name: str, warm: Path, tiny_repo: Path, tmp_path: Path) ->
     walked(MORE[name], FEW, tmp_path, tiny_repo)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CASES, "regularisation", "masks in parquet", "a tar"])
+def test_forty_pictures_of_a_stranger(name: str, tiny_repo: Path, tmp_path: Path) -> None:
+    walked({**CASES, **MORE}[name], MANY, tmp_path, tiny_repo)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_captions_that_cannot_be_read_are_not_replaced_by_the_trigger_word(
     name: str, tiny_repo: Path, tmp_path: Path
