@@ -136,7 +136,7 @@ class PictureTrackers:
             try:
                 self._of_run[run] = Trackers(self._names, run, None, {}, self._log)
             except UserError as error:
-                self._log(f"warning: {error.what}, so it gets no pictures")
+                self._log(f"warning: no pictures there: {error.line}")
                 self._of_run[run] = Trackers((), run, None, {}, self._log)
         self._of_run[run].log_pictures(step, pictures)
 

@@ -49,7 +49,7 @@ def check(snapshot: Snapshot, part: Snapshot) -> None:
     Raises:
         ConfigError: names the fields that differ.
     """
-    for kind in (snapshot.head.recipes.keys() & part.head.recipes.keys()) - {HashRecipe.kind}:
+    for kind in sorted((snapshot.head.recipes.keys() & part.head.recipes.keys()) - {HashRecipe.kind}):
         trained, validated = snapshot.head.recipes_by_kind[kind], part.head.recipes_by_kind[kind]
         if trained != validated:
             raise ConfigError(
