@@ -184,7 +184,7 @@ class _Given:
         return f"there is no {LOCAL_NAME} in {here}, so the shipped {file.stem} is used{enter}"
 
     def elsewhere(self) -> str | None:
-        """What may explain an error: the cache lies in the folder of the configuration, and the command runs in
+        """Explains an error, perhaps: the cache lies in the folder of the configuration, and the command runs in
         another."""
         from pipeline.config import find, load
 

@@ -168,7 +168,7 @@ class _Looked:
 
     @property
     def rejected(self) -> Kinds:
-        """What cannot be used, by reason."""
+        """Rejects, by reason."""
         rejected, refused = Kinds(), self.table.filter(pc.is_valid(self.table.column("reject")))
         rejected.add(zip(*(refused.column(name).to_pylist() for name in ("item", "reject")), strict=True))
         return rejected

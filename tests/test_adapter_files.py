@@ -46,12 +46,6 @@ SHAPE = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def peft() -> None:
-    """Not imported above: each process that collects the tests would take four seconds for it."""
-    pytest.importorskip("peft")
-
-
 def plain() -> Any:
     from diffusers import SanaTransformer2DModel
 

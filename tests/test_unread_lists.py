@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import unicodedata
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from PIL import Image
 
 from pipeline.config import load
 from pipeline.errors import UserError
+from pipeline.sources.name_pairs import Pair
+from pipeline.sources.unread_lists import UnreadList
 from stages import init
 from stages.init import Options
 from tests.support.messages import naming
@@ -84,3 +87,22 @@ def test_masks_in_another_unicode_form_are_masks(way: str, tmp_path: Path) -> No
         noise(tmp_path / "data" / mask, number + 9)
     with pytest.raises(UserError, match=naming("masks", f"data.pictures.mask.{way}")):
         init.run([str(tmp_path / "data")], options(tmp_path))
+
+
+@pytest.mark.parametrize("hostile", ["$(touch hacked)", "a'b\"c `touch hacked`;touch hacked", "-n"])
+def test_names_of_files_run_no_command(hostile: str, tmp_path: Path) -> None:
+    """Edit: a name that is put between double quotes."""
+    masks, home = tmp_path / "masks", tmp_path / f"home {hostile}"
+    masks.mkdir()
+    (masks / f"{hostile}m_1_.png").touch()
+    pair = Pair(f"masks/{hostile}m_1_.png", f"images/{hostile}i_1{hostile}.png", f"{hostile}m_", "_", hostile, hostile)
+    subprocess.run(["bash", "-ec", pair.command(str(tmp_path), f"to {hostile}")], check=True, cwd=tmp_path)
+    assert [path.name for path in (masks / f"to {hostile}").iterdir()] == [f"{hostile}1{hostile}.png"]
+
+    home.mkdir()
+    (tmp_path / f"{hostile}s").mkdir()
+    (tmp_path / f"{hostile}s/metadata.jsonl").touch()
+    listed = UnreadList(f"{hostile}s/metadata.jsonl", 1, f"home {hostile}/1.png", "1.png")
+    subprocess.run(["bash", "-ec", listed.fix(str(tmp_path))], check=True, cwd=tmp_path)
+    assert (home / "metadata.jsonl").exists()
+    assert not list(tmp_path.rglob("hacked"))

@@ -34,7 +34,7 @@ from pipeline.sources.filenames import extension, shortened, stem
 from pipeline.sources.filesystem import Unreadable
 from pipeline.sources.name_patterns import CONTROL, MASK, Pattern
 from pipeline.sources.reject_kinds import examples
-from pipeline.sources.sidecars import read_sidecar
+from pipeline.sources.sidecars import MAX_CAPTION_BYTES, read_sidecar
 from pipeline.sources.source import Source
 from pipeline.sources.unread_lists import UnreadList
 
@@ -135,10 +135,11 @@ def of(source: Source, scan: pa.Table, data: DataConfig) -> Understood:
     by_name = source.further_by & {"suffix", "folder"}
     patterns = name_patterns.further(items, has_caption) if by_name else []
     loose = [each for each in name_patterns.captions(source.loose, items, has_caption) if _reads(source, each.example)]
-    files = unread_lists.candidates(
-        (file for some in source.ignored.examples.values() for file in some),
-        scan.column("item").filter(pc.invert(usable)).slice(0, SHOWN).to_pylist(),
-    )
+    files = list[str]()
+    if source.format == Source.format:  # of other kinds, names are members of archives and rows of tables
+        ignored = (file for some in source.ignored.examples.values() for file in some)
+        rejected = items.filter(pc.invert(usable)).slice(0, SHOWN).to_pylist()
+        files = unread_lists.candidates(ignored, rejected)
     bare = items.filter(pc.and_(usable, pc.invert(has_caption))).slice(0, SHOWN).to_pylist() if files else []
     lists = unread_lists.naming(source.filesystem, files, bare) if bare else ()
     labelled = bool(data.caption_prefix.strip()) or data.caption is not None
@@ -313,18 +314,18 @@ def check_lists(understood: Understood) -> None:
     source, lists = understood.source, understood.lists
     if lists:
         first = lists[0]
-        fix = first.fix(shlex.quote(source.location), shlex.quote(posixpath.join(source.location, first.file)))
         raise UserError(
             f"pictures of source {source.name!r} have no caption, and {escaped(first.file)}, which is not used, names "
             "them with words beside their names",
             expected="captions in a file that is read: docs/encoding.md has a table of them",
             found="; ".join(f"{escaped(each.file)}: {escaped(each.name)}" for each in lists),
-            fix=f"{fix}; if it holds no captions, the same command with {setting('data.caption', 'a picture')}",
+            fix=f"{first.fix(source.location)}; if it holds no captions, the same command with "
+            + setting("data.caption", "a picture"),
         )
 
 
 def _beside(source: Source, pattern: Pattern) -> str:
-    """What puts files of captions beside their pictures."""
+    """Says how files of captions come beside their pictures, on a disk as a shell command."""
     pair = pattern.pair
     assert pair is not None
     file, picture = pair.file, pair.picture
@@ -346,9 +347,9 @@ def _beside(source: Source, pattern: Pattern) -> str:
 
 
 def _reads(source: Source, file: str) -> bool:
-    """Whether a file reads as a caption: text with more words than numbers, or a JSON object with such a column."""
+    """Tell whether a file reads as a caption: text of more words than numbers, or a JSON object with such a column."""
     with suppress(Unreadable):
-        content = read_sidecar(file, source.filesystem.read(file))
+        content = read_sidecar(file, source.filesystem.read(file, MAX_CAPTION_BYTES))
         if isinstance(content, dict):
             return bool(source.rule.columns) and (
                 source.rule.has_caption_column(content) or bool(text_columns(content))
@@ -386,7 +387,7 @@ def _commands(patterns: Sequence[Pattern], source: Source, command: Callable[[Se
 
 
 def _renaming(pattern: Pattern, source: Source) -> str:
-    """What gives further pictures the names that `data.pictures` needs."""
+    """Says how further pictures get the names that `data.pictures` needs, on a disk as a shell command."""
     pair = pattern.pair
     assert pair is not None
     into = "" if pair.folder else pattern.folder

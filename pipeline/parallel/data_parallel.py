@@ -36,8 +36,8 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def is_managed(train: TrainConfig, processes: int) -> bool:
-    """Whether FSDP2 manages the parameters of so many data-parallel processes. In fp32 one alone has nothing to shard
-    or to cast."""
+    """Tell whether FSDP2 manages the parameters of so many data-parallel processes. In fp32 one alone has nothing to
+    shard or to cast."""
     return train.precision != "fp32" or processes > 1 or train.parallel.offload == "all"
 
 

@@ -40,7 +40,7 @@ class HashRecipe(PictureSignal):
 
     @property
     def is_compared(self) -> bool:
-        """Whether this version compares such hashes."""
+        """True if this version compares such hashes."""
         return self.rule == RULE
 
     def shape(self, height: int, width: int) -> tuple[int, ...]:

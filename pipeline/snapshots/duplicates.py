@@ -165,7 +165,7 @@ class Named:
 
     @classmethod
     def of(cls, names: Iterable[str], sources: Iterable[str]) -> Named:
-        """What the names may mean. An item may have a colon in it."""
+        """Read names. An item may have a colon in it."""
         every = list(sources)
         of_id: dict[int, str] = {}
         for name in names:

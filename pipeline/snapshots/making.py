@@ -157,7 +157,8 @@ class _Maker:
     def _deduplicated(
         self, frame: Frame, listed: list[Duplicates], near: near_samples.NearGroups | None = None
     ) -> tuple[Frame, np.ndarray | None]:
-        """What stays of equal files, or of near-duplicates; and keys of the groups that a held-out part takes whole."""
+        """Leave out equal files, or near-duplicates; returns what stays, and keys of groups that a held-out part takes
+        whole."""
         settings, joined = self.settings, self.joined
         keys, better, flat = None, None, None
         if near is not None:

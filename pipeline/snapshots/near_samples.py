@@ -159,7 +159,7 @@ def alike(snapshot: Snapshot, row: int, distance: int) -> Alike:
 
 
 def has_hashes(recipes: Iterable[Recipe]) -> bool:
-    """Whether there are hashes that this version compares."""
+    """Tell whether there are hashes that this version compares."""
     return any(isinstance(recipe, HashRecipe) and recipe.is_compared for recipe in recipes)
 
 

@@ -222,7 +222,7 @@ def _taken(joined: Joined, values: np.ndarray, keep: np.ndarray) -> np.ndarray:
 
 
 def _best(frame: Frame, rows: np.ndarray, group: np.ndarray, merits: Sequence[np.ndarray]) -> np.ndarray:
-    """Of each group the row with the least merits, and of equal ones the least item: (groups,) numbers in `rows`.
+    """Find the best row of each group: the least merits, then the least item. Returns (groups,) numbers in `rows`.
 
     Args:
         group: (n,) numbers of the rows' groups from 0, ascending.

@@ -56,7 +56,8 @@ def _refuse_elsewhere(filesystem: Filesystem, file: str, row: dict[str, object],
                 f"{filesystem.location}: no picture has a caption beside it, and {escaped(file)} lists pictures of "
                 "another folder",
                 found=f"{escaped(column)}: {escaped(name)}, which is {escaped(picture)}",
-                fix=f"mv {shlex.quote(filesystem.full_name(file))} {shlex.quote(folder)}/, and then the same command",
+                fix=f"{'move' if filesystem.is_remote else 'mv -n'} {shlex.quote(filesystem.full_name(file))} "
+                f"{shlex.quote(folder)}/, and then the same command",
             )
 
 

@@ -59,7 +59,8 @@ class Pair:
         return next((part for place, part in enumerate(parts) if part != "".join(others[place : place + 1])), "")
 
     def command(self, location: str, into: str, ending: str = "", verb: str = "mv -n") -> str:
-        """What gives all files of this kind in the file's folder the names of their pictures.
+        """A shell command that gives all files of this kind in the file's folder the names of their pictures. Names are
+        quoted: a data set's file may be called `$(rm -r x)`.
 
         Args:
             location: of the source. into: the folder for them, relative to the file's; "": that folder.
@@ -70,11 +71,12 @@ class Pair:
         if _NUMBER.fullmatch(self.after):
             after = f"{self.after[0]}[0-9]*"
         name = f"n=${{f#{before}}}; n=${{n%{after}.*}}; " if before else f"n=${{f%{after}.*}}; "
-        target = f'"{into and into + "/"}{self.picture_before}${{n}}{self.picture_after}.{ending or "${f##*.}"}"'
-        made = f'{verb} "$f" {target}' if verb else f'cat "$f" >> {target}; echo >> {target}'
-        files = f"{before}*{after}.{extension(self.file) if ending else '*'}"
+        first, last = (shlex.quote(part) if part else "" for part in (self.picture_before, self.picture_after))
+        target = f'{shlex.quote(into + "/") if into else "./"}{first}"$n"{last}.' + (ending or '"${f##*.}"')
+        made = f'{verb} "./$f" {target}' if verb else f'cat "./$f" >> {target}; echo >> {target}'
+        files = f"./{before}*{after}.{shlex.quote(extension(self.file)) if ending else '*'}"
         make = f"mkdir -p {shlex.quote(into)} && " if into and "/" not in into else ""
-        return f"(cd {shlex.quote(folder)} && {make}for f in {files}; do {name}{made}; done)"
+        return f"(cd {shlex.quote(folder)} && {make}for f in {files}; do f=${{f#./}}; {name}{made}; done)"
 
 
 def pairs(
@@ -122,7 +124,7 @@ def _keys(file: str, folders: Mapping[str, list[str]]) -> Iterator[tuple[str, st
 
 
 def _cores(name: str) -> Iterator[str]:
-    """What a name may have in common with that of its picture."""
+    """Yield what a name may have in common with that of its picture, the likeliest first."""
     yield name
     end = 0
     for _ in range(PLACES):

@@ -202,7 +202,7 @@ def _by_name(
 
 
 def _kind_of_pair(file: str, picture: str, more: str) -> str:
-    """What a picture is that is paired by name. more: what its name has more than that of the other."""
+    """The kind of a picture that is paired by name. more: what its name has more than that of the other."""
     above = [part for part in file.split("/")[:-1] if part not in picture.split("/")[:-1]]
     return next(filter(None, map(kind_of, [more, *above])), UNKNOWN)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,11 +45,13 @@ class UnreadList:
             return None
         return path.removesuffix(self.name).rstrip("/")
 
-    def fix(self, location: str, quote: str) -> str:
-        """What makes the file be read. location: of the source; quote: the file as a word of a command."""
+    def fix(self, location: str) -> str:
+        """Says how the file will be read, as a shell command where moving it is enough. location: of the source."""
         name = posixpath.basename(self.file)
         if re.fullmatch(r"metadata\.(jsonl|csv)", name) and self.home is not None:
-            return f"mv {quote} {location}/{self.home}".rstrip("/") + "/"
+            file, folder = posixpath.join(location, self.file), posixpath.join(location, self.home, "")
+            move = "move {} to {}" if "://" in location else "mv -n {} {}"
+            return move.format(shlex.quote(file), shlex.quote(folder))
         return (
             f"write {escaped(name)} as metadata.csv with a header `file_name,text` (or metadata.jsonl with "
             f'{{"file_name": "{escaped(self.name)}", "text": "..."}}) beside the pictures'

@@ -686,7 +686,7 @@ def find(config: Config, checkpoint: str) -> Path:
 
 
 def _is_chain(config: Config, folder: str) -> bool:
-    """Whether this is the folder of the phases."""
+    """Tell whether this is the folder of the phases."""
     return bool(config.phases) and Path(folder).resolve() == Path(config.train.output).resolve()
 
 

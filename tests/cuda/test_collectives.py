@@ -89,7 +89,6 @@ def free_port() -> int:
 def cache_with_controls(
     small_cache: Path, photos: Path, make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    pytest.importorskip("cv2")
     folder = tmp_path_factory.mktemp("controls")
     shutil.copytree(small_cache, folder / "cache")
     config = make_config(folder, "data.pictures.control.made=canny")
