@@ -10,7 +10,6 @@ import io
 import json
 import re
 import shlex
-import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable
@@ -446,16 +445,12 @@ def made(layout: Layout, folder: Path) -> Outcome:
     return Outcome(load(out), said.getvalue(), prompts, error)
 
 
-def table(folder: Path) -> str:
-    """The table of the page."""
+def table(outcome_of: Callable[[str], Outcome]) -> str:
+    """The table of the page. outcome_of: what `made` gives for the layout of a name."""
     lines = ["| tool | files | what `init` makes of it |", "|---|---|---|"]
-    for number, layout in enumerate(LAYOUTS.values()):
-        place = folder / str(number)
-        place.mkdir()
-        outcome = made(layout, place)
+    for name, layout in LAYOUTS.items():
         options = f" --trigger '{layout.options['trigger']}'" if layout.options else ""
-        lines.append(f"| {layout.tool} | {layout.files} | {_cell(layout, outcome, options)} |")
-        shutil.rmtree(place)
+        lines.append(f"| {layout.tool} | {layout.files} | {_cell(layout, outcome_of(name), options)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -483,7 +478,8 @@ def main() -> None:
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     with tempfile.TemporaryDirectory() as folder:
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table(Path(folder))}\n{END}{after}", encoding="utf-8")
+        shown = table(lambda name: made(LAYOUTS[name], Path(tempfile.mkdtemp(dir=folder))))
+    PAGE.write_text(f"{before}{BEGIN}\n\n{shown}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
