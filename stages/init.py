@@ -159,7 +159,8 @@ class _Looked:
                 raise
         else:
             if field is not None or not offered or not source.rule.is_default:
-                return cls(data, source, table, understood.of(source, table, of_source), field)
+                is_chosen = field is None and not source.rule.is_default
+                return cls(data, source, table, understood.of(source, table, of_source, is_chosen), field)
         return cls.of(config, data, source.rule.likely(sorted(offered)))
 
     @property
