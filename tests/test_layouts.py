@@ -34,6 +34,7 @@ from tests.support.layouts import (
     PAGE,
     SENTENCES,
     TRIGGER,
+    four_folders,
     hub_csv,
     hub_parquet,
     img2dataset,
@@ -181,6 +182,38 @@ def test_what_an_encode_accepted_is_not_asked_again(tmp_path: Path, make_config:
         picture(tmp_path / f"data/edges/{number}.png", (32, 32))
     with pytest.raises(UserError, match=naming("data.pictures.control.folder=edges")):
         stages.encode.run(config, str(tmp_path / "data"))
+    config = make_config(tmp_path, "data.caption=sks", "data.pictures.control={folder: edges, required: false}")
+    stages.encode.run(config, str(tmp_path / "data"))
+    picture(tmp_path / "data/poses/0.png", (32, 32))
+    with pytest.raises(UserError, match=naming("poses/0.png", "data.caption=")):
+        stages.encode.run(in_file(make_config(tmp_path), caption="sks"), str(tmp_path / "data"))
+
+
+def test_masks_of_another_name_than_those_that_need_not_be_there_are_refused_with_the_command_that_renames_them(
+    tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were blank ones in training. `data.caption` by `--set` says that they are pictures."""
+    pictures(tmp_path / "data")
+    for number, separator in enumerate("-_-_"):
+        picture(tmp_path / f"data/{number}{separator}mask.png")
+    mask = "data.pictures.mask={suffix: -mask, required: false}"
+    with pytest.raises(UserError, match=naming("1_mask.png")) as error:
+        dry(make_config, tmp_path / "data", mask)
+    assert dry(make_config, tmp_path / "data", mask, "data.caption=a picture") == 0
+    assert "mask pictures: 2 of 6" in capsys.readouterr().out
+    subprocess.run(["bash", "-ec", str(error.value.fix).partition(": ")[2].partition(", and then")[0]], check=True)
+    assert dry(make_config, tmp_path / "data", mask) == 0
+    assert "mask pictures: 4 of 4" in capsys.readouterr().out
+
+
+def test_control_pictures_beside_those_that_are_used_do_not_get_the_trigger_word(tmp_path: Path) -> None:
+    from stages import init
+
+    four_folders(tmp_path / "data")
+    chosen = ("data.pictures.control.folder=edges", "data.pictures.mask.folder=masks")
+    options = init.Options(gpu="4090", out=tmp_path / "a.yaml", overrides=chosen, **TRIGGER)
+    with pytest.raises(UserError, match=naming("poses/0.png", "data.caption=a picture")):
+        init.run([str(tmp_path / "data")], options)
 
 
 def in_file(config: Config, **data: str) -> Config:

@@ -59,7 +59,7 @@ class Understood:
         usable: pictures. captioned: those with a caption of their own, usable or not.
         origins: where captions were read from, as far as this scan read any.
         captions: some of them, as the scan has them, with their items; those of pictures with a caption of their own.
-        further: usable pictures with a further picture, by kind.
+        further: usable pictures with a further picture, by kind. lacking: those without one.
         patterns: what names say of pictures without a caption. regularisation: folders of such pictures.
         loose: files that read as captions of pictures without one, and are not used.
         lists: files that name pictures without a caption, and are not used.
@@ -73,6 +73,7 @@ class Understood:
     origins: tuple[str, ...]
     captions: tuple[tuple[str, str], ...]
     further: dict[str, int]
+    lacking: dict[str, int]
     patterns: tuple[Pattern, ...]
     regularisation: tuple[Pattern, ...]
     loose: tuple[Pattern, ...]
@@ -154,7 +155,7 @@ def of(source: Source, scan: pa.Table, data: DataConfig, is_chosen: bool | None 
     bare = items.filter(pc.and_(usable, pc.invert(has_caption))).slice(0, SHOWN).to_pylist() if files else []
     lists = unread_lists.naming(source.read_beside, files, bare) if bare else ()
     labelled = bool(data.caption_prefix.strip()) or data.caption is not None
-    number = _true(usable)
+    number, further = _true(usable), _further(scan, data)
     return Understood(
         source,
         data,
@@ -162,7 +163,8 @@ def of(source: Source, scan: pa.Table, data: DataConfig, is_chosen: bool | None 
         _true(both),
         _origins(source.rule, columns),
         captions,
-        _further(scan, data),
+        further,
+        {kind: number - count for kind, count in further.items()},
         tuple(pattern for pattern in patterns if not _is_used(pattern, data)),
         tuple(name_patterns.regularisation(items)) if by_name and labelled else (),
         tuple(loose),
@@ -195,6 +197,53 @@ def check(understood: Understood, command: Callable[[Sequence[str]], str], accep
         )
 
 
+def check_rest(
+    understood: Understood, command: Callable[[Sequence[str]], str], reached: bool, seen: Sequence[Pattern]
+) -> None:
+    """Refuse pictures that are likely masks or control pictures beside those that `data.pictures` finds.
+
+    Args:
+        command: as of `check`. reached: whether they get a default caption. seen: patterns of an earlier scan.
+
+    Raises:
+        UserError: they would be trained as pictures, or samples without one get a blank one.
+    """
+    old, rest = {(pattern.way, pattern.value) for pattern in seen}, list[Pattern]()
+    for pattern in understood.patterns:
+        given = dict(understood.data.pictures).get(pattern.kind)
+        is_blank = given is not None and not given.required and bool(understood.lacking.get(pattern.kind))
+        if pattern.kind and (pattern.way, pattern.value) not in old and (reached or is_blank):
+            rest.append(pattern)
+    if not rest:
+        return
+    ways = [way for each in rest if (way := _joining(each, understood)) is not None]
+    ways += [
+        f"move {escaped(each.example)} and the others like it out of the data, and then the same command"
+        for each in rest
+    ]
+    if reached:
+        ways.append(f"as pictures with a caption: {command(['data.caption=a picture'])}")
+    raise UserError(
+        f"{sum(each.count for each in rest)} pictures of source {understood.source.name!r} without a caption look like "
+        "masks or control pictures, and data.pictures does not find them",
+        expected="masks and control pictures where data.pictures finds them, and no others",
+        found="; ".join(f"{each.count} such as {escaped(each.example)} of {escaped(each.of)}" for each in rest),
+        fix="; ".join(ways),
+    )
+
+
+def _joining(pattern: Pattern, understood: Understood) -> str | None:
+    """The shell command that gives further pictures the suffix that is configured for their kind; None: there is none,
+    or their pictures have one."""
+    given, source = dict(understood.data.pictures).get(pattern.kind), understood.source
+    is_named = given is not None and given.suffix and pattern.way == "suffix" and understood.lacking.get(pattern.kind)
+    if not is_named or source.is_remote or source.format != Source.format:
+        return None
+    assert given is not None and given.suffix is not None
+    pair = Pair(pattern.example, pattern.of, "", pattern.value, "", given.suffix)
+    return f"as {pattern.kind}: {pair.command(source.location, '')}, and then the same command"
+
+
 def settles(config: Config, option: str) -> bool:
     """Whether the user gives an option of `data`, or of a section of this name."""
     given = config._data_given
@@ -217,18 +266,18 @@ def refuse(understood: Understood, config: Config, scan: pa.Table, cache: Cache 
         check_loose(understood)
         if not settles(config, "caption"):
             check_lists(understood)
-    if (
-        data.caption is not None
-        and not settles(config, "pictures")
-        and understood.patterns
-        and not any(each is not None for _, each in data.pictures)
-    ):
+    has_further = any(each is not None for _, each in data.pictures)
+    if understood.patterns and (has_further or (data.caption is not None and not settles(config, "pictures"))):
         accepted: list[Pattern] = []
         if cache is not None and document is not None:
             before = cache.table(document["table"], ["item", "captions", "reject"])
-            before = before.filter(pc.is_null(before.column("reject")))
+            if data.caption is not None:
+                before = before.filter(pc.is_null(before.column("reject")))
             accepted = name_patterns.further(before.column("item"), _has_caption(before, data, source.name))
-        check(understood, command, accepted)
+        if not has_further:
+            check(understood, command, accepted)
+        elif "caption" not in config._data_given.overridden and (document or not settles(config, "caption")):
+            check_rest(understood, command, data.caption is not None, accepted)
     option = "caption_prefix" if data.caption_prefix.strip() else "caption"
     word = getattr(data, option) or ""
     reached = understood.usable - (understood.captioned if option == "caption" else 0)
