@@ -368,6 +368,7 @@ def test_a_column_of_captions_that_is_not_taken_is_named_with_the_settings_that_
     taken, other = ("caption", "tags") if place.endswith("json") else ("text", "caption")
     two_columns(taken, other, place)(tmp_path / "data")
     hub_parquet(tmp_path / "same", text=SENTENCES, caption=SENTENCES, negative_prompt=["a bad one"] * COUNT)
+    hub_parquet(tmp_path / "many", text=SENTENCES, **{f"prompt_{n}": ["another text"] * COUNT for n in range(5)})
     assert dry(make_config, tmp_path / "data") == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("the column")]
     assert f"'{other}'" in line and "'0 as tags'" in line
@@ -376,6 +377,9 @@ def test_a_column_of_captions_that_is_not_taken_is_named_with_the_settings_that_
         assert f"{captions + 1} captions" in capsys.readouterr().out, "the empty one included"
     assert dry(make_config, tmp_path / "same") == 0
     assert "holds text" not in capsys.readouterr().out
+    assert dry(make_config, tmp_path / "many") == 0
+    said = capsys.readouterr().out
+    assert said.count("holds text") == 3 and "prompt_3, prompt_4" in said
 
 
 def tarred(*members: str) -> Callable[[Path], None]:

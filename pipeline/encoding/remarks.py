@@ -30,6 +30,8 @@ from pipeline.sources.text_parts import unpacked
 
 LENGTH = 80
 """Characters of a text that is not used."""
+COLUMNS = 3
+"""Columns that are named with the settings that use them."""
 _BATCH = 1 << 12
 _NAMED = pa.schema([("item", pa.string())])
 
@@ -91,7 +93,7 @@ def said(rule: CaptionRule, others: dict[str, str]) -> Iterator[str]:
     """Lines on columns that are not used, with the settings that use them. others: as of `other_columns`."""
     every = [column for column in (TEXT_FILE, *rule.columns, *rule.fallback) if column not in others]
     taken = [column for column in every if column in rule.seen] or list(rule.columns)
-    for column, text in others.items():
+    for column, text in islice(others.items(), COLUMNS):
         either = setting("data.caption_weights", {**dict.fromkeys(taken, 1), column: 1})
         alone = setting("data.caption_field", column)
         if TEXT_FILE in taken:
@@ -100,6 +102,8 @@ def said(rule: CaptionRule, others: dict[str, str]) -> Iterator[str]:
             f"the column {escaped(column)!r} holds text and is not used: {escaped(shortened(text, LENGTH))!r} "
             f"({alone} takes it in place of the captions; {either} draws one of both)"
         )
+    if rest := [*islice(others, COLUMNS, None)]:
+        yield f"{len(rest)} more columns hold text and are not used: {examples(rest[:EXAMPLES], len(rest))}"
 
 
 def further_members(source: Source) -> Iterator[str]:
