@@ -159,7 +159,8 @@ class _Looked:
                 raise
         else:
             if field is not None or not offered or not source.rule.is_default:
-                return cls(data, source, table, understood.of(source, table, of_source), field)
+                is_chosen = field is None and not source.rule.is_default
+                return cls(data, source, table, understood.of(source, table, of_source, is_chosen), field)
         return cls.of(config, data, source.rule.likely(sorted(offered)))
 
     @property
@@ -184,8 +185,6 @@ def _refuse(config: Config, each: _Looked, data: Sequence[str], options: Options
     understood.check_loose(each.taken)
     if not any(text.startswith("data.caption=") for text in options.overrides):
         understood.check_lists(each.taken)
-    if understood.settles(config, "pictures"):
-        return
 
     def command(settings: Sequence[str], places: Sequence[str] = data) -> str:
         words = _words(places, options)
@@ -195,6 +194,13 @@ def _refuse(config: Config, each: _Looked, data: Sequence[str], options: Options
         words += ["--force"] * options.force
         return shown("init", *words, *(["--out", str(options.out)] if _config(options) else []))
 
+    if understood.settles(config, "pictures"):
+        reached = options.trigger is not None or not each.taken.captioned
+        if not any(text.startswith("data.caption=") for text in options.overrides) and any(
+            given is not None for _, given in config.data.pictures
+        ):
+            understood.check_rest(each.taken, command, reached, ())
+        return
     understood.check(each.taken, command)
     if each.taken.regularisation and (options.trigger is not None or not each.taken.captioned):
         subject, other = understood.places_of(each.taken)

@@ -93,7 +93,7 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
     }
     if as_json:
         report: dict[str, object] = {"a": first.id, "b": second.id}
-        report["signals"] = list(difference.signals)
+        report["signals"], report["recipes"] = list(difference.signals), list(difference.recipes)
         for kind, samples in kinds.items():
             report[kind] = [
                 {"source": source, "item": item, **({"what": list(what)} if what else {})}
@@ -109,6 +109,8 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
             click.echo(f"  and {len(samples) - SHOWN} more (--json names all)")
     for signal in difference.signals:
         click.echo(f"only {'A' if signal in first.pictures else 'B'} has records of the kind {signal}")
+    for signal in difference.recipes:
+        click.echo(f"records of the kind {signal} are of different recipes and are not compared")
     return 1 if difference else 0
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 import shlex
 import shutil
 import subprocess
+import tarfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -33,6 +36,7 @@ from tests.support.layouts import (
     SENTENCES,
     TRIGGER,
     Outcome,
+    four_folders,
     hub_csv,
     hub_parquet,
     img2dataset,
@@ -185,6 +189,38 @@ def test_what_an_encode_accepted_is_not_asked_again(tmp_path: Path, make_config:
         picture(tmp_path / f"data/edges/{number}.png", (32, 32))
     with pytest.raises(UserError, match=naming("data.pictures.control.folder=edges")):
         stages.encode.run(config, str(tmp_path / "data"))
+    config = make_config(tmp_path, "data.caption=sks", "data.pictures.control={folder: edges, required: false}")
+    stages.encode.run(config, str(tmp_path / "data"))
+    picture(tmp_path / "data/poses/0.png", (32, 32))
+    with pytest.raises(UserError, match=naming("poses/0.png", "data.caption=")):
+        stages.encode.run(in_file(make_config(tmp_path), caption="sks"), str(tmp_path / "data"))
+
+
+def test_masks_of_another_name_than_those_that_need_not_be_there_are_refused_with_the_command_that_renames_them(
+    tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were blank ones in training. `data.caption` by `--set` says that they are pictures."""
+    pictures(tmp_path / "data")
+    for number, separator in enumerate("-_-_"):
+        picture(tmp_path / f"data/{number}{separator}mask.png")
+    mask = "data.pictures.mask={suffix: -mask, required: false}"
+    with pytest.raises(UserError, match=naming("1_mask.png")) as error:
+        dry(make_config, tmp_path / "data", mask)
+    assert dry(make_config, tmp_path / "data", mask, "data.caption=a picture") == 0
+    assert "mask pictures: 2 of 6" in capsys.readouterr().out
+    subprocess.run(["bash", "-ec", str(error.value.fix).partition(": ")[2].partition(", and then")[0]], check=True)
+    assert dry(make_config, tmp_path / "data", mask) == 0
+    assert "mask pictures: 4 of 4" in capsys.readouterr().out
+
+
+def test_control_pictures_beside_those_that_are_used_do_not_get_the_trigger_word(tmp_path: Path) -> None:
+    from stages import init
+
+    four_folders(tmp_path / "data")
+    chosen = ("data.pictures.control.folder=edges", "data.pictures.mask.folder=masks")
+    options = init.Options(gpu="4090", out=tmp_path / "a.yaml", overrides=chosen, **TRIGGER)
+    with pytest.raises(UserError, match=naming("poses/0.png", "data.caption=a picture")):
+        init.run([str(tmp_path / "data")], options)
 
 
 def in_file(config: Config, **data: str) -> Config:
@@ -259,6 +295,164 @@ def test_a_listing_in_another_folder_is_named_with_the_command_that_moves_it(
     subprocess.run(["bash", "-ec", str(error.value.fix).partition(", and")[0]], check=True)
     with pytest.raises(UserError, match=naming("images/captions.json")):
         dry(make_config, tmp_path / "data")
+
+
+def listed(file: str, made: Callable[[list[str]], str]) -> Callable[[Path], None]:
+    """Pictures of which a file names two. made: of their names."""
+
+    def build(folder: Path) -> None:
+        pictures(folder, caption=None)
+        text(folder / file, made(["0.png", "1.png"]))
+
+    return build
+
+
+def listed_in_parquet(folder: Path) -> None:
+    pictures(folder, caption=None)
+    pq.write_table(pa.table({"image": ["0.png", "1.png", "0.png"], "text": SENTENCES[:3]}), folder / "a.parquet")
+
+
+PARTS: dict[str, Callable[[Path], None]] = {
+    "captions.json": listed("captions.json", lambda names: json.dumps(dict.fromkeys(names, "a barn"))),
+    "meta_cap.json": listed("meta_cap.json", lambda names: json.dumps({n[0]: {"caption": "a barn"} for n in names})),
+    "captions.txt": listed("captions.txt", lambda names: "image,text\n" + "".join(f"{n},a barn\n" for n in names)),
+    "rows.jsonl": listed(
+        "rows.jsonl", lambda names: "".join(json.dumps({"image": name, "text": "a barn"}) + "\n" for name in names)
+    ),
+    "a.parquet": listed_in_parquet,
+}
+"""Tables that name some of the pictures beside them."""
+
+
+@pytest.mark.parametrize("file", PARTS)
+def test_pictures_that_a_table_beside_them_does_not_name_are_said_to_be_left_out(
+    file: str, tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not where it names all, nor where the user names the table."""
+    PARTS[file](tmp_path / "data")
+    assert dry(make_config, tmp_path / "data") == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if file in line and "2.png, 3.png" in line]
+    assert line.startswith("2 pictures")
+    assert dry(make_config, tmp_path / "data" / file) == 0
+    assert "2.png" not in capsys.readouterr().out
+    for name in ("2.png", "3.png"):
+        (tmp_path / "data" / name).unlink()
+    picture(tmp_path / "data/masks/0.png")
+    assert dry(make_config, tmp_path / "data") == 0
+    assert "data.pictures.mask.column" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "data/masks")
+    assert dry(make_config, tmp_path / "data") == 0
+    assert "pictures of the folder" not in capsys.readouterr().out
+
+
+def two_columns(taken: str, other: str, place: str) -> Callable[[Path], None]:
+    """Captions in two columns of a table. place: of it."""
+
+    def build(folder: Path) -> None:
+        if place == "parquet":
+            hub_parquet(folder, **{taken: SENTENCES, other: [f"{n} as tags" for n in range(COUNT)]})
+            return
+        pictures(folder, caption=None)
+        rows = [{"file_name": f"{n}.png", taken: each, other: f"{n} as tags"} for n, each in enumerate(SENTENCES)]
+        if place == "csv":
+            lines = [",".join(rows[0]), *(",".join(row.values()) for row in rows)]
+            text(folder / "metadata.csv", "\n".join(lines))
+        elif place == "beside":
+            for n, row in enumerate(rows):
+                text(folder / f"{n}.txt", row[taken])
+                text(folder / f"{n}.json", {other: row[other]})
+        else:
+            text(folder / place, {row["file_name"]: {taken: row[taken], other: row[other]} for row in rows})
+
+    return build
+
+
+@pytest.mark.parametrize("place", ["parquet", "csv", "beside", "meta_cap.json"])
+def test_a_column_of_captions_that_is_not_taken_is_named_with_the_settings_that_take_it(
+    place: str, tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alone, or as well; both work. A column with the same texts is no other reading."""
+    taken, other = ("caption", "tags") if place.endswith("json") else ("text", "caption")
+    two_columns(taken, other, place)(tmp_path / "data")
+    hub_parquet(tmp_path / "same", text=SENTENCES, caption=SENTENCES, negative_prompt=["a bad one"] * COUNT)
+    hub_parquet(tmp_path / "many", text=SENTENCES, **{f"prompt_{n}": ["another text"] * COUNT for n in range(5)})
+    assert dry(make_config, tmp_path / "data") == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("the column")]
+    assert f"'{other}'" in line and "'0 as tags'" in line
+    for settings, captions in zip(re.findall(r"--set ('.*?'|\S+)", line), (4, 8), strict=True):
+        assert dry(make_config, tmp_path / "data", *shlex.split(settings)) == 0
+        assert f"{captions + 1} captions" in capsys.readouterr().out, "the empty one included"
+    assert dry(make_config, tmp_path / "same") == 0
+    assert "holds text" not in capsys.readouterr().out
+    assert dry(make_config, tmp_path / "many") == 0
+    said = capsys.readouterr().out
+    assert said.count("holds text") == 3 and "prompt_3, prompt_4" in said
+
+
+def tarred(*members: str) -> Callable[[Path], None]:
+    """A tar of pictures and texts. members: names with the number in braces."""
+
+    def build(folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(folder / "0.tar", "w") as tar:
+            for number, sentence in enumerate(SENTENCES):
+                for name in members:
+                    is_picture = name.rpartition(".")[2] in ("png", "jpg")
+                    data = picture() + name.format(number).encode() if is_picture else sentence.encode()
+                    if not is_picture and "{}" not in name:
+                        data = json.dumps({f"{n}.png": each for n, each in enumerate(SENTENCES)}).encode()
+                    if "{}" in name or not number:
+                        member = tarfile.TarInfo(name.format(number))
+                        member.size = len(data)
+                        tar.addfile(member, io.BytesIO(data))
+
+    return build
+
+
+def beside_a_tar(folder: Path) -> None:
+    tarred("{}.png")(folder)
+    text(folder / "captions.json", {f"{n}.png": each for n, each in enumerate(SENTENCES)})
+
+
+IN_TARS: dict[str, Callable[[Path], None]] = {
+    "captions/0.txt": tarred("images/{}.png", "captions/{}.txt"),
+    "0_caption.txt": tarred("{}.png", "{}_caption.txt"),
+    "0.text": tarred("{}.png", "{}.text"),
+    "0.tar/captions.json": tarred("{}.png", "captions.json"),
+    "captions.json": beside_a_tar,
+}
+"""Captions of a tar that are not read: a name in the refusal, and what makes the tar."""
+
+
+@pytest.mark.parametrize("name", IN_TARS)
+def test_captions_in_another_place_of_a_tar_are_not_replaced_by_the_trigger_word(
+    name: str, tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command of the refusal works when pasted."""
+    IN_TARS[name](tmp_path / "data")
+    config = in_file(make_config(tmp_path), caption="sks dog")
+    with pytest.raises(UserError, match=naming(name)) as error:
+        stages.encode.dry_run(config, str(tmp_path / "data"), probe=False)
+    fix = str(error.value.fix)
+    subprocess.run(["bash", "-ec", fix.partition(", and then")[0]], check=True)
+    [place] = re.findall("with --data ([^ ;]+)", fix)
+    capsys.readouterr()
+    assert dry(make_config, Path(place)) == 0
+    assert f"captions: {COUNT} of {COUNT}" in capsys.readouterr().out
+
+
+def test_several_pictures_of_a_sample_of_a_tar_are_named(
+    tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that share its caption, and those that are further pictures by their names."""
+    tarred("{}.jpg", "{}.png", "{}.txt", "{}.control.jpg", "{}.mask.png")(tmp_path / "data")
+    assert dry(make_config, tmp_path / "data") == 0
+    said = capsys.readouterr().out
+    assert "4 times two pictures" in said and "0.tar/0.jpg and 0.tar/0.png" in said
+    ways = ["data.pictures.control.suffix=.control", "data.pictures.mask.suffix=.mask"]
+    assert [way for way in ways if way not in said] == []
+    assert dry(make_config, tmp_path / "data", *ways) == 0
+    assert "look like" not in capsys.readouterr().out
 
 
 def test_a_caption_file_of_two_pictures_is_named(

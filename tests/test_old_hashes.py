@@ -14,6 +14,7 @@ import stages.bucket
 import stages.encode
 import stages.pack
 import stages.report
+import stages.snapshots
 import stages.verify
 import stages.view
 from pipeline.cache.cache import Cache
@@ -57,8 +58,9 @@ def config(old: Path, make_config: MakeConfig, tmp_path: Path) -> Callable[..., 
 
 
 def test_a_comparison_is_refused_with_the_command_that_makes_them_again(
-    config: Callable[..., Config], old: Path
+    config: Callable[..., Config], old: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And with those anew, a difference names the kind in place of all samples."""
     options = ("bucket.dedup=near", "bucket.heldout=0.3")
     for option in options:
         with pytest.raises(CacheError) as refused:
@@ -70,6 +72,10 @@ def test_a_comparison_is_refused_with_the_command_that_makes_them_again(
         stages.bucket.run(config(option), name="new", move=True)
     latents = [Cache(config().cache).open_snapshot(name).head.recipes["latent"] for name in ("old", "new")]
     assert latents[0] == latents[1]
+    capsys.readouterr()
+    assert stages.snapshots.diff(config(), "old", "new", as_json=True) == 1
+    difference = json.loads(capsys.readouterr().out)
+    assert (difference["changed"], difference["recipes"]) == ([], ["phash"])
 
 
 def test_what_compares_nothing_reads_them(

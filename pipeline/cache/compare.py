@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.cache.cache import Cache
+from pipeline.cache.recipes import pictures_of
 from pipeline.cache.snapshot import CHUNK_ROWS, Columns, Snapshot
 from pipeline.errors import IntegrityError
 
@@ -25,15 +26,18 @@ class Difference:
         changed: (row of the second, what changed). What: `picture` (other records of it), `bucket` (another size),
             `captions` (other records, weights or order).
         signals: kinds of records that only one of them has.
+        recipes: kinds of records, beside those of the pictures themselves, that the two have by different recipes; they
+            are not compared.
     """
 
     added: list[int]
     removed: list[int]
     changed: list[tuple[int, tuple[str, ...]]]
     signals: tuple[str, ...] = ()
+    recipes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.added or self.removed or self.changed or self.signals)
+        return bool(self.added or self.removed or self.changed or self.signals or self.recipes)
 
 
 def listed(cache: Cache) -> list[dict[str, Any]]:
@@ -91,7 +95,11 @@ def difference(first: Snapshot, second: Snapshot) -> Difference:
     a, b = candidates[common], np.flatnonzero(common)
     bucket = (_sizes(first)[a] != _sizes(second)[b]).any(1)
     picture = np.zeros(len(a), bool)
-    for kind in old.pictures.keys() & new.pictures.keys():
+    recipes, others = first.head.recipes_by_kind, second.head.recipes_by_kind
+    lead = pictures_of(recipes.values())[0].kind
+    both = old.pictures.keys() & new.pictures.keys()
+    different = {kind for kind in both if kind != lead and recipes[kind] != others[kind]}
+    for kind in both - different:
         picture |= (old.pictures[kind]["key"][a] != new.pictures[kind]["key"][b]) & ~bucket
     counts = np.diff(old.first)[a]
     captions = counts != np.diff(new.first)[b]
@@ -110,7 +118,8 @@ def difference(first: Snapshot, second: Snapshot) -> Difference:
     removed = np.ones(len(old.sample_id), bool)
     removed[a] = False
     signals = tuple(sorted(set(first.pictures) ^ set(second.pictures)))
-    return Difference(np.flatnonzero(~common).tolist(), np.flatnonzero(removed).tolist(), changed, signals)
+    rows = np.flatnonzero(~common).tolist(), np.flatnonzero(removed).tolist()
+    return Difference(*rows, changed, signals, tuple(sorted(different)))
 
 
 def _compared(snapshot: Snapshot) -> Columns:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 from pipeline.cache.cache import Cache
 from pipeline.cache.scan_table import ABSENT, places
 from pipeline.config import Config, DataConfig, setting
+from pipeline.encoding import remarks
 from pipeline.encoding.reading import Reading
 from pipeline.errors import UserError, escaped
 from pipeline.sources import caption_rules, caption_signs, name_patterns, unread_lists
@@ -32,6 +33,7 @@ from pipeline.sources.caption_columns import TEXT_FILE, CaptionCandidate, Captio
 from pipeline.sources.caption_signs import Sign
 from pipeline.sources.filenames import extension, shortened, stem
 from pipeline.sources.filesystem import Unreadable
+from pipeline.sources.name_pairs import Pair
 from pipeline.sources.name_patterns import CONTROL, MASK, Pattern
 from pipeline.sources.reject_kinds import examples
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, read_sidecar
@@ -57,7 +59,7 @@ class Understood:
         usable: pictures. captioned: those with a caption of their own, usable or not.
         origins: where captions were read from, as far as this scan read any.
         captions: some of them, as the scan has them, with their items; those of pictures with a caption of their own.
-        further: usable pictures with a further picture, by kind.
+        further: usable pictures with a further picture, by kind. lacking: those without one.
         patterns: what names say of pictures without a caption. regularisation: folders of such pictures.
         loose: files that read as captions of pictures without one, and are not used.
         lists: files that name pictures without a caption, and are not used.
@@ -71,6 +73,7 @@ class Understood:
     origins: tuple[str, ...]
     captions: tuple[tuple[str, str], ...]
     further: dict[str, int]
+    lacking: dict[str, int]
     patterns: tuple[Pattern, ...]
     regularisation: tuple[Pattern, ...]
     loose: tuple[Pattern, ...]
@@ -123,40 +126,50 @@ class Understood:
         return lines
 
 
-def of(source: Source, scan: pa.Table, data: DataConfig) -> Understood:
-    """What a scan was taken for. data: the settings that it was made with."""
+def of(source: Source, scan: pa.Table, data: DataConfig, is_chosen: bool | None = None) -> Understood:
+    """What a scan was taken for.
+
+    Args:
+        data: the settings that it was made with.
+        is_chosen: whether the user named the column of the captions; None: if it is not the default one.
+    """
     usable = pc.is_null(scan.column("reject"))
     has_caption = _has_caption(scan, data, source.name)
     items, both = scan.column("item"), pc.and_(usable, has_caption)
-    chosen = scan.select(["item", "captions"]).filter(both)
+    chosen = scan.select(["item", "captions", "meta"]).filter(both)
     rows = np.unique(np.linspace(0, len(chosen) - 1, SHOWN).astype(np.int64)) if len(chosen) else None
     some = [] if rows is None else chosen.take(pa.array(rows)).to_pylist()
+    is_chosen = not source.rule.is_default if is_chosen is None else is_chosen
+    columns = {} if is_chosen else remarks.other_columns(source.rule, some)
+    others = [*remarks.said(source.rule, columns), *remarks.unnamed(source, scan)]
+    others += [*remarks.several_pictures(source, scan), *remarks.further_members(source)]
     captions = tuple((row["item"], row["captions"][0]["text"]) for row in some)
     by_name = source.further_by & {"suffix", "folder"}
     patterns = name_patterns.further(items, has_caption) if by_name else []
     loose = [each for each in name_patterns.captions(source.loose, items, has_caption) if _reads(source, each.example)]
     files = list[str]()
-    if source.format == Source.format:  # of other kinds, names are members of archives and rows of tables
+    if "suffix" in source.further_by:  # of tables, what is ignored are rows
         ignored = (file for some in source.ignored.examples.values() for file in some)
         rejected = items.filter(pc.invert(usable)).slice(0, SHOWN).to_pylist()
         files = unread_lists.candidates(ignored, rejected)
     bare = items.filter(pc.and_(usable, pc.invert(has_caption))).slice(0, SHOWN).to_pylist() if files else []
-    lists = unread_lists.naming(source.filesystem, files, bare) if bare else ()
+    lists = unread_lists.naming(source.read_beside, files, bare) if bare else ()
     labelled = bool(data.caption_prefix.strip()) or data.caption is not None
-    number = _true(usable)
+    number, further = _true(usable), _further(scan, data)
     return Understood(
         source,
         data,
         number,
         _true(both),
-        _origins(source.rule),
+        _origins(source.rule, columns),
         captions,
-        _further(scan, data),
+        further,
+        {kind: number - count for kind, count in further.items()},
         tuple(pattern for pattern in patterns if not _is_used(pattern, data)),
         tuple(name_patterns.regularisation(items)) if by_name and labelled else (),
         tuple(loose),
         tuple(lists),
-        (*_notes(source, data, number, _true(both)), *caption_signs.without_variants(scan, data)),
+        (*_notes(source, data, number, _true(both)), *others, *caption_signs.without_variants(scan, data)),
         tuple(caption_signs.signs(scan)),
     )
 
@@ -184,6 +197,53 @@ def check(understood: Understood, command: Callable[[Sequence[str]], str], accep
         )
 
 
+def check_rest(
+    understood: Understood, command: Callable[[Sequence[str]], str], reached: bool, seen: Sequence[Pattern]
+) -> None:
+    """Refuse pictures that are likely masks or control pictures beside those that `data.pictures` finds.
+
+    Args:
+        command: as of `check`. reached: whether they get a default caption. seen: patterns of an earlier scan.
+
+    Raises:
+        UserError: they would be trained as pictures, or samples without one get a blank one.
+    """
+    old, rest = {(pattern.way, pattern.value) for pattern in seen}, list[Pattern]()
+    for pattern in understood.patterns:
+        given = dict(understood.data.pictures).get(pattern.kind)
+        is_blank = given is not None and not given.required and bool(understood.lacking.get(pattern.kind))
+        if pattern.kind and (pattern.way, pattern.value) not in old and (reached or is_blank):
+            rest.append(pattern)
+    if not rest:
+        return
+    ways = [way for each in rest if (way := _joining(each, understood)) is not None]
+    ways += [
+        f"move {escaped(each.example)} and the others like it out of the data, and then the same command"
+        for each in rest
+    ]
+    if reached:
+        ways.append(f"as pictures with a caption: {command(['data.caption=a picture'])}")
+    raise UserError(
+        f"{sum(each.count for each in rest)} pictures of source {understood.source.name!r} without a caption look like "
+        "masks or control pictures, and data.pictures does not find them",
+        expected="masks and control pictures where data.pictures finds them, and no others",
+        found="; ".join(f"{each.count} such as {escaped(each.example)} of {escaped(each.of)}" for each in rest),
+        fix="; ".join(ways),
+    )
+
+
+def _joining(pattern: Pattern, understood: Understood) -> str | None:
+    """The shell command that gives further pictures the suffix that is configured for their kind; None: there is none,
+    or their pictures have one."""
+    given, source = dict(understood.data.pictures).get(pattern.kind), understood.source
+    is_named = given is not None and given.suffix and pattern.way == "suffix" and understood.lacking.get(pattern.kind)
+    if not is_named or source.is_remote or source.format != Source.format:
+        return None
+    assert given is not None and given.suffix is not None
+    pair = Pair(pattern.example, pattern.of, "", pattern.value, "", given.suffix)
+    return f"as {pattern.kind}: {pair.command(source.location, '')}, and then the same command"
+
+
 def settles(config: Config, option: str) -> bool:
     """Whether the user gives an option of `data`, or of a section of this name."""
     given = config._data_given
@@ -206,18 +266,18 @@ def refuse(understood: Understood, config: Config, scan: pa.Table, cache: Cache 
         check_loose(understood)
         if not settles(config, "caption"):
             check_lists(understood)
-    if (
-        data.caption is not None
-        and not settles(config, "pictures")
-        and understood.patterns
-        and not any(each is not None for _, each in data.pictures)
-    ):
+    has_further = any(each is not None for _, each in data.pictures)
+    if understood.patterns and (has_further or (data.caption is not None and not settles(config, "pictures"))):
         accepted: list[Pattern] = []
         if cache is not None and document is not None:
             before = cache.table(document["table"], ["item", "captions", "reject"])
-            before = before.filter(pc.is_null(before.column("reject")))
+            if data.caption is not None:
+                before = before.filter(pc.is_null(before.column("reject")))
             accepted = name_patterns.further(before.column("item"), _has_caption(before, data, source.name))
-        check(understood, command, accepted)
+        if not has_further:
+            check(understood, command, accepted)
+        elif "caption" not in config._data_given.overridden and (document or not settles(config, "caption")):
+            check_rest(understood, command, data.caption is not None, accepted)
     option = "caption_prefix" if data.caption_prefix.strip() else "caption"
     word = getattr(data, option) or ""
     reached = understood.usable - (understood.captioned if option == "caption" else 0)
@@ -301,7 +361,7 @@ def check_loose(understood: Understood) -> None:
             expected="captions beside their pictures: X.txt for X.jpg",
             found="; ".join(f"{each.count} such as {escaped(each.example)} for {escaped(each.of)}" for each in loose),
             fix="; ".join(dict.fromkeys(_beside(source, each) for each in loose))
-            + ", and then the same command; or move them out of the data if they are no captions",
+            + f", and then {_then(source, loose)}; or move them out of the data if they are no captions",
         )
 
 
@@ -314,13 +374,13 @@ def check_lists(understood: Understood) -> None:
     source, lists = understood.source, understood.lists
     if lists:
         first = lists[0]
+        fix = first.fix(source.location) if source.format == Source.format else _unpacking(source, first)
         raise UserError(
             f"pictures of source {source.name!r} have no caption, and {escaped(first.file)}, which is not used, names "
             "them with words beside their names",
             expected="captions in a file that is read: docs/encoding.md has a table of them",
             found="; ".join(f"{escaped(each.file)}: {escaped(each.name)}" for each in lists),
-            fix=f"{first.fix(source.location)}; if it holds no captions, the same command with "
-            + setting("data.caption", "a picture"),
+            fix=f"{fix}; if it holds no captions, the same command with " + setting("data.caption", "a picture"),
         )
 
 
@@ -328,28 +388,74 @@ def _beside(source: Source, pattern: Pattern) -> str:
     """Says how files of captions come beside their pictures, on a disk as a shell command."""
     pair = pattern.pair
     assert pair is not None
-    file, picture = pair.file, pair.picture
-    ending = "json" if extension(file) == "json" else "txt"
+    ending = "json" if extension(pair.file) == "json" else "txt"
+    tars = _tars_of(source, pair)
+    if source.is_remote or tars is None or tars[0] != tars[1]:
+        return f"store {escaped(pair.file)} as {escaped(stem(pair.picture))}.{ending}, and the others like it"
+    numbered = re.fullmatch("[-_. ][0-9]+", pair.after) is not None
+    more = f" ({setting('data.caption_parts', 'captions')} with it)" if numbered else ""
+    if not (tar := tars[0]):
+        return _copying(source.location, pair, ending, numbered) + more
+    inside = replace(pair, file=pair.file.removeprefix(f"{tar}/"), picture=pair.picture.removeprefix(f"{tar}/"))
+    places = (posixpath.join(place, posixpath.dirname(tar)).rstrip("/") for place in (source.location, _copy(source)))
+    old, new = map(shlex.quote, places)
+    listed = f'find . -type f | LC_ALL=C sort | tar -cf {new}/"${{t##*/}}" -T -'
+    return (
+        f'mkdir -p {new} && for t in {old}/*.tar; do d=$(mktemp -d) && tar -xf "$t" -C "$d" && '
+        f'(cd "$d" && {_copying(".", inside, ending, numbered)}; {listed}) && rm -r "$d"; done{more}'
+    )
+
+
+def _tars_of(source: Source, pair: Pair) -> tuple[str, str] | None:
+    """The tars of a file and of its picture, "" of what is no member; None: the source is neither tars nor a folder."""
+    if "suffix" not in source.further_by:
+        return None
+    tars = [next((tar for tar in source.files if name.startswith(f"{tar}/")), "") for name in (pair.file, pair.picture)]
+    return tars[0], tars[1]
+
+
+def _copy(source: Source) -> str:
+    """The folder for tars with captions beside their pictures."""
+    return f"{source.location.rstrip('/')}-captions"
+
+
+def _unpacking(source: Source, first: UnreadList) -> str:
+    """Says how tars become a folder with a list of its pictures, on a disk as a shell command."""
     if source.is_remote:
-        return f"store {escaped(file)} as {escaped(stem(picture))}.{ending}, and the others like it"
+        return f"put the captions of X.jpg into members X.txt in place of {escaped(first.file)}"
+    tars, new = shlex.quote(source.location), shlex.quote(f"{source.location.rstrip('/')}-unpacked")
+    command = f'mkdir -p {new} && for t in {tars}/*.tar; do tar -xkf "$t" -C {new}; done'
+    if not any(first.file.startswith(f"{tar}/") for tar in source.files):
+        command += f" && cp -n {shlex.quote(posixpath.join(source.location, first.file))} {new}/"
+    return f"{command}, and then the same command with --data {new}"
+
+
+def _then(source: Source, patterns: Iterable[Pattern]) -> str:
+    """The command after those of `_beside`."""
+    every = [_tars_of(source, each.pair) for each in patterns if each.pair is not None]
+    in_tars = not source.is_remote and all(tars is not None and tars[0] and tars[0] == tars[1] for tars in every)
+    return "the same command" + (f" with --data {shlex.quote(_copy(source))}" if in_tars else "")
+
+
+def _copying(location: str, pair: Pair, ending: str, numbered: bool) -> str:
+    """A shell command that copies files of captions beside their pictures. numbered: they are joined."""
+    file, picture = pair.file, pair.picture
     above, other = PurePosixPath(file).parent, PurePosixPath(picture).parent
     same = stem(posixpath.basename(file)) == stem(posixpath.basename(picture)) and extension(file) == ending
     if same:
         while above.name == other.name and above.name:
             above, other = above.parent, other.parent
     if above.name and same:
-        places = (shlex.quote(f"{source.location}/{place}".removesuffix("/.")) for place in (above, other))
+        places = (shlex.quote(f"{location}/{place}".removesuffix("/.")) for place in (above, other))
         return "cp -rn {}/. {}/".format(*places)
-    numbered = re.fullmatch("[-_. ][0-9]+", pair.after) is not None
     into = posixpath.relpath(posixpath.dirname(picture) or ".", posixpath.dirname(file) or ".")
-    command = pair.command(source.location, "" if into == "." else into, ending, "" if numbered else "cp -n")
-    return command + (f" ({setting('data.caption_parts', 'captions')} with it)" if numbered else "")
+    return pair.command(location, "" if into == "." else into, ending, "" if numbered else "cp -n")
 
 
 def _reads(source: Source, file: str) -> bool:
     """Tell whether a file reads as a caption: text of more words than numbers, or a JSON object with such a column."""
     with suppress(Unreadable):
-        content = read_sidecar(file, source.filesystem.read(file, MAX_CAPTION_BYTES))
+        content = read_sidecar(file, source.read_beside(file, MAX_CAPTION_BYTES))
         if isinstance(content, dict):
             return bool(source.rule.columns) and (
                 source.rule.has_caption_column(content) or bool(text_columns(content))
@@ -460,8 +566,8 @@ def _default(items: pa.Array, data: DataConfig, source: str) -> pa.Array | pa.Sc
     return pc.utf8_trim_whitespace(pc.replace_substring(names, "_", " "))
 
 
-def _origins(rule: CaptionRule) -> tuple[str, ...]:
-    columns = [column for column in (*rule.columns, *rule.fallback) if column in rule.seen]
+def _origins(rule: CaptionRule, unused: Collection[str]) -> tuple[str, ...]:
+    columns = [column for column in (*rule.columns, *rule.fallback) if column in rule.seen and column not in unused]
     files = ["text files"] if TEXT_FILE in rule.seen else []
     return (*files, *(f"column {escaped(column)!r}" for column in dict.fromkeys(columns)))
 

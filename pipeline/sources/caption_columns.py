@@ -189,7 +189,7 @@ class CaptionRule:
         """The column of captions that a default caption would take the place of, unless the user named a column."""
         if self.config.caption is None or not self.is_default:
             return None
-        sure = [column for column in columns if not {*_SURE}.isdisjoint(re.findall("[a-z]+", column.lower()))]
+        sure = sure_columns(columns)
         return self.likely(sure) if sure else None
 
     def lacks_captions(self, columns: Collection[str]) -> bool:
@@ -386,6 +386,11 @@ def columns_of(row: dict[str, Any], above: str = "") -> Iterator[str]:
         yield f"{above}{column}"
         if isinstance(value, dict) and above.count(".") < DEPTH:
             yield from columns_of(value, f"{above}{column}.")
+
+
+def sure_columns(columns: Iterable[str]) -> list[str]:
+    """The columns that hold captions and nothing else by their names."""
+    return [column for column in columns if not {*_SURE}.isdisjoint(re.findall("[a-z]+", column.lower()))]
 
 
 def has_column(columns: Collection[str], column: str) -> bool:

@@ -91,8 +91,7 @@ def open_source(
     source = chosen.source(given, files_of_format)
     pictures = _PICTURES & left_out.counts.keys()
     if pictures and source.uses_files:
-        for kind in pictures:
-            del left_out.counts[kind]
+        source.pictures_beside = sum(left_out.counts.pop(kind) for kind in pictures)
     source.left_out = left_out
     source.further = further.wanted(config.pictures)
     further.check(source.further, source.further_by, chosen.name)

@@ -29,6 +29,8 @@ MAX_NAME = 1024
 REPEATS = re.compile(r"^[1-9][0-9]{0,2}_(?=[^_])")
 """How folders of kohya's sd-scripts begin: `10_sks dog` are pictures of a `sks dog`, each ten times an epoch."""
 _LOST = re.compile(rf"\.({_EXTENSIONS.replace(' ', '|')})(?:\.\d+|[^a-z0-9.~].*)$", re.IGNORECASE | re.DOTALL)
+_TEXT = re.compile(r"(?i)txt|text|md|json|prompts?|\w*tags?|\w*cap(tion)?s?")
+"""Endings of files that may hold a caption."""
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -44,6 +46,11 @@ def split(name: str) -> tuple[str, str]:
 
 def extension(name: str) -> str:
     return split(name)[1][1:].lower()
+
+
+def is_text(name: str) -> bool:
+    """Whether a file may hold a caption by its ending."""
+    return _TEXT.fullmatch(extension(name)) is not None
 
 
 def kind_of_file(name: str) -> str:

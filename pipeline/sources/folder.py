@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import posixpath
-import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from pipeline.sources.filenames import (
     error_text,
     escaped,
     extension,
+    is_text,
     kind_of_file,
     lost_picture,
     spellings,
@@ -74,9 +74,6 @@ from pipeline.sources.source import (
 from pipeline.sources.unread import annotations_refused, explain, form_of_annotations
 
 SHARED = "caption file of several pictures"
-_TEXT = re.compile(r"(?i)txt|text|md|json|prompts?|\w*tags?|\w*cap(tion)?s?")
-"""Endings of files that may hold a caption."""
-
 METADATA_BATCH = 4096
 """Rows of a metadata file whose pictures are looked up at once."""
 
@@ -507,7 +504,7 @@ class Folder(Format):
 
 def note_loose(loose: Kinds, file: str) -> None:
     """Note a file that is the caption of no picture, if it may hold a caption."""
-    if _TEXT.fullmatch(extension(file)):
+    if is_text(file):
         loose.note(posixpath.join(posixpath.dirname(file), f"*.{extension(file)}"), 1, [file])
 
 

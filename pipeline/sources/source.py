@@ -166,6 +166,15 @@ class Source(ABC):
     further_by: frozenset[str] = frozenset()
     """How it can find them: names of fields of `Further`."""
 
+    files: Sequence[str] = ()
+    """The files that the items are listed in; none for a folder of pictures."""
+
+    pictures_beside: int = 0
+    """Pictures of the folder in which tables were found that name pictures."""
+
+    shares_captions: bool = False
+    """Whether several pictures of a sample have its caption."""
+
     loose: Kinds = Kinds()
     """Files of text of the last listing that are the caption of no picture, by folder and ending."""
 
@@ -253,6 +262,14 @@ class Source(ABC):
         if at is None:
             raise NotImplementedError
         return self._read_range(at)
+
+    def read_beside(self, file: str, limit: int) -> bytes:
+        """The beginning of a file that is no item, `limit` bytes or a little more.
+
+        Raises:
+            Unreadable: it cannot be read.
+        """
+        return self.filesystem.read(file, limit)
 
     @property
     def is_remote(self) -> bool:

@@ -15,6 +15,7 @@ import posixpath
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
@@ -26,6 +27,7 @@ from pipeline.sources.filenames import (
     error_text,
     escaped,
     extension,
+    is_text,
     kind_of_file,
     lost_picture,
     stem,
@@ -51,6 +53,7 @@ RULE = "tar-2"
 """Version of this module's rules; another version lists every tar again."""
 
 MAX_SIDECAR_BYTES = 1 << 30
+NO_PICTURE = "sample without a picture"
 WIDS = "wids-meta.json"
 INDEXES = (WIDS, "meta_data.json")
 """Files of NVlabs' loader about all tars of a folder."""
@@ -112,6 +115,7 @@ class TarSource(FilesSource):
 
     WHERE = re.compile(r"(?P<offset>\d+)\+(?P<size>\d+)")
     further_by = frozenset({"suffix", "folder"})
+    shares_captions = True
 
     def __init__(
         self,
@@ -297,7 +301,9 @@ class TarSource(FilesSource):
                 lost = True
         if not pictures:
             if not lost:
-                self._ignore("sample without a picture", 1, [f"{tar.name}/{prefix}"])
+                texts = sorted(sample.texts, key=lambda key: (_NAMED[extension(f"x.{key}")], key))
+                name = sample.fields[texts[0]][0] if texts else prefix
+                self._ignore(NO_PICTURE, 1, [f"{tar.name}/{name}"])
             return
         beside = columns.get(prefix) or columns.get(posixpath.basename(prefix)) or SampleColumns()
         usable = CAPTION_ENDINGS if self.rule.text_weight is not None else ("json",)
@@ -364,6 +370,29 @@ class TarSource(FilesSource):
         return columns
 
     # ------------------------------------------------------------ reading
+
+    @property
+    def loose(self) -> Kinds:  # type: ignore[override]
+        """Members and files of text among those that are ignored; an unchanged tar is not listed for it again."""
+        loose = Kinds()
+        for what, files in self.ignored.examples.items():
+            if texts := [file for file in files if (what.startswith(".") or what == NO_PICTURE) and is_text(file)]:
+                loose.note(what, self.ignored.counts[what], texts)
+        return loose
+
+    def read_beside(self, file: str, limit: int) -> bytes:
+        """See `Source`. A member is looked for from the beginning of its tar, on a disk only."""
+        tar = next((tar for tar in self.files if file.startswith(f"{tar}/")), None)
+        if tar is None:
+            return super().read_beside(file, limit)
+        if self.filesystem.is_remote:
+            raise Unreadable(f"{escaped(file)}: is read with its tar only")
+        with suppress(tarfile.TarError, OSError), self.filesystem.open(tar) as stream:
+            with tarfile.open(fileobj=stream, mode="r:") as archive:
+                for member in archive:
+                    if f"{tar}/{member.name.removeprefix('./')}" == file and (data := archive.extractfile(member)):
+                        return data.read(limit + 1)
+        raise Unreadable(f"{escaped(file)}: is no member any more")
 
     def stat(self, place: Place) -> tuple[int, int]:
         part, where = self._located(place)

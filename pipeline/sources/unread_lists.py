@@ -9,13 +9,13 @@ from __future__ import annotations
 import posixpath
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from pipeline.errors import escaped
 from pipeline.sources.filenames import composed, extension, split
-from pipeline.sources.filesystem import Filesystem, Unreadable
+from pipeline.sources.filesystem import Unreadable
 
 ENDINGS = {"txt", "csv", "tsv", "json", "jsonl", "md"}
 FILES, BYTES = 20, 1 << 16
@@ -65,18 +65,18 @@ def candidates(ignored: Iterable[str], rejected: Iterable[str]) -> list[str]:
     return [file for file in files if extension(file) in ENDINGS][:FILES]
 
 
-def naming(filesystem: Filesystem, files: Iterable[str], bare: Sequence[str]) -> Iterator[UnreadList]:
+def naming(read: Callable[[str, int], bytes], files: Iterable[str], bare: Sequence[str]) -> Iterator[UnreadList]:
     """The files that name pictures without a caption, with two words or more beside each name.
 
     Args:
-        files: see `candidates`. bare: pictures without a caption, some of them.
+        read: as `Source.read_beside`. files: see `candidates`. bare: pictures without a caption, some of them.
     """
     names = {composed(posixpath.basename(picture)).lower(): picture for picture in bare[:PICTURES]}
     stems = {split(name)[0]: picture for name, picture in names.items() if len(split(name)[0]) > 3}
     for file in files:
         text = ""
         with suppress(Unreadable):
-            text = composed(filesystem.read(file, BYTES).decode("utf-8", "replace"))
+            text = composed(read(file, BYTES).decode("utf-8", "replace"))
         found = dict[str, str]()
         words = 0
         for token in _TOKEN.findall(text):
