@@ -12,15 +12,19 @@ import tarfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import stages.encode
+from pipeline.cache import arrow
 from pipeline.cache.cache import Cache
+from pipeline.cache.scan_table import SCAN
 from pipeline.config import Config, DataConfig
 from pipeline.encoding import prompts as prompting
+from pipeline.encoding import understood
 from pipeline.errors import UserError
 from pipeline.options import value_at
 from pipeline.sources import name_patterns
@@ -564,3 +568,35 @@ def test_the_tables_of_links_beside_tars_are_no_second_kind_and_the_fix_for_two_
         "parquet",
         "webdataset",
     ]
+
+
+@pytest.mark.parametrize("settings", [{}, {"caption": "sks"}, {"pictures": {"mask": {"suffix": "-mask"}}}])
+def test_a_large_scan_is_not_copied_to_see_what_it_was_taken_for(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows some are read at a time; what remains of all is a bit a row or two."""
+    rows = 50_000
+    text = {"text": "a wheel " * 16, "weight": 1.0}
+    place = {"kind": "mask", "item": "m" * 100, "part": None, "where": None, "digest": b"d" * 16}
+    columns = {
+        "item": [f"{number:0100}.jpg" for number in range(rows)],
+        "captions": [[text]] * rows,
+        "meta": ['{"a": "' + "b" * 100 + '"}'] * rows,
+        "pictures": [[place]] * rows,
+        "reject": [None, "no caption"] * (rows // 2),
+    }
+    empty = {name: [None] * rows for name in SCAN.names if name not in columns}
+    scan = pa.table({**columns, **empty}, SCAN)
+    picture(tmp_path / "data/0.png")
+    source = open_source(str(tmp_path / "data"), config := DataConfig.model_validate(settings))
+    monkeypatch.setattr(arrow, "ROWS", 500)
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(pool := pa.proxy_memory_pool(before))
+    try:
+        taken = understood.of(source, scan, config)
+    finally:
+        pa.set_memory_pool(before)
+    assert (taken.usable, taken.captioned) == (rows // 2, rows // 2)
+    assert len(taken.captions) == understood.SHOWN and taken.captions[-1][0] == columns["item"][rows - 2]
+    assert list(taken.further.values()) in ([], [rows // 2])
+    assert pool.max_memory() < 1 << 20 < scan.nbytes / 20

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 pa.set_memory_pool(pa.system_memory_pool())
@@ -75,6 +76,24 @@ def pick_rows(table: pa.Table, rows: np.ndarray) -> Iterator[pa.Table]:
         piece = table.slice(number * ROWS, ROWS)
         # Taking all is not a copy. Arrow joins the chunks of what it takes from, so it must not be the whole table.
         yield piece if len(some) == len(piece) else piece.take(pa.array(some))
+
+
+def spread_rows(table: pa.Table, where: pa.ChunkedArray, most: int) -> pa.Table:
+    """Up to `most` of some rows of a table of any size, at equal distances. The other rows are not copied.
+
+    Args:
+        where: bool, without nulls: which rows.
+    """
+    total = pc.sum(where).as_py() or 0
+    wanted = np.unique(np.linspace(0, total - 1, min(most, total)).astype(np.int64))
+    pieces, seen = [table.slice(0, 0)], 0
+    for start in range(0, table.num_rows, ROWS):
+        rows = np.flatnonzero(where.slice(start, ROWS).to_numpy())
+        first, last = np.searchsorted(wanted, [seen, seen + len(rows)])
+        if first < last:
+            pieces.append(table.slice(start, ROWS).take(pa.array(rows[wanted[first:last] - seen])))
+        seen += len(rows)
+    return pa.concat_tables(pieces)
 
 
 def _take_rows(wide: pa.Table, rows: np.ndarray, schema: pa.Schema, count: int) -> Iterator[pa.Table]:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.cache.arrow import batches, spread_rows
 from pipeline.cache.cache import Cache
 from pipeline.cache.scan_table import ABSENT, places
 from pipeline.config import Config, DataConfig, setting
@@ -136,9 +136,7 @@ def of(source: Source, scan: pa.Table, data: DataConfig, is_chosen: bool | None 
     usable = pc.is_null(scan.column("reject"))
     has_caption = _has_caption(scan, data, source.name)
     items, both = scan.column("item"), pc.and_(usable, has_caption)
-    chosen = scan.select(["item", "captions", "meta"]).filter(both)
-    rows = np.unique(np.linspace(0, len(chosen) - 1, SHOWN).astype(np.int64)) if len(chosen) else None
-    some = [] if rows is None else chosen.take(pa.array(rows)).to_pylist()
+    some = spread_rows(scan.select(["item", "captions", "meta"]), both, SHOWN).to_pylist()
     is_chosen = not source.rule.is_default if is_chosen is None else is_chosen
     columns = {} if is_chosen else remarks.other_columns(source.rule, some)
     others = [*remarks.said(source.rule, columns), *remarks.unnamed(source, scan)]
@@ -150,9 +148,9 @@ def of(source: Source, scan: pa.Table, data: DataConfig, is_chosen: bool | None 
     files = list[str]()
     if "suffix" in source.further_by:  # of tables, what is ignored are rows
         ignored = (file for some in source.ignored.examples.values() for file in some)
-        rejected = items.filter(pc.invert(usable)).slice(0, SHOWN).to_pylist()
+        rejected = _names(scan, pc.invert(usable))
         files = unread_lists.candidates(ignored, rejected)
-    bare = items.filter(pc.and_(usable, pc.invert(has_caption))).slice(0, SHOWN).to_pylist() if files else []
+    bare = _names(scan, pc.and_(usable, pc.invert(has_caption))) if files else []
     lists = unread_lists.naming(source.read_beside, files, bare) if bare else ()
     labelled = bool(data.caption_prefix.strip()) or data.caption is not None
     number, further = _true(usable), _further(scan, data)
@@ -536,7 +534,7 @@ def _made(data: DataConfig, text: str, item: str, source: str) -> str:
 def _has_caption(scan: pa.Table, data: DataConfig, source: str) -> pa.ChunkedArray:
     """Whether each item has a caption that is not the default."""
     chunks = []
-    for batch in scan.select(["item", "captions"]).to_batches():
+    for batch in batches(scan.select(["item", "captions"])):
         captions = batch.column("captions")
         there = pc.fill_null(pc.greater(pc.list_value_length(captions), 0), False)
         if data.caption is not None:
@@ -545,7 +543,7 @@ def _has_caption(scan: pa.Table, data: DataConfig, source: str) -> pa.ChunkedArr
             default = _default(batch.column("item"), data, source)
             wrapped = pc.binary_join_element_wise(data.caption_prefix, default, data.caption_suffix, "")
             there = pc.and_(there, pc.not_equal(texts, wrapped))
-        chunks.append(there)
+        chunks += there.chunks
     return pa.chunked_array(chunks, pa.bool_())
 
 
@@ -572,13 +570,19 @@ def _origins(rule: CaptionRule, unused: Collection[str]) -> tuple[str, ...]:
     return (*files, *(f"column {escaped(column)!r}" for column in dict.fromkeys(columns)))
 
 
+def _names(scan: pa.Table, where: pa.ChunkedArray) -> list[str]:
+    """Some of the items where `where` is true."""
+    return spread_rows(scan.select(["item"]), where, SHOWN).column("item").to_pylist()
+
+
 def _further(scan: pa.Table, data: DataConfig) -> dict[str, int]:
-    usable = scan.select(["pictures", "reject"]).filter(pc.is_null(scan.column("reject")))
-    counts = {}
-    for kind, each in data.pictures:
-        if each is not None and not each.made:
+    counts = {kind: 0 for kind, each in data.pictures if each is not None and not each.made}
+    for batch in batches(scan.select(["pictures", "reject"])) if counts else ():
+        usable = batch.filter(pc.is_null(batch.column("reject")))
+        for kind in counts:
             digests = places(usable, kind).column("digest")
-            counts[kind] = _true(pc.and_(pc.is_valid(digests), pc.not_equal(digests, pa.scalar(ABSENT, pa.binary(16)))))
+            here = pc.and_(pc.is_valid(digests), pc.not_equal(digests, pa.scalar(ABSENT, pa.binary(16))))
+            counts[kind] += _true(here)
     return counts
 
 
