@@ -570,17 +570,18 @@ def test_the_tables_of_links_beside_tars_are_no_second_kind_and_the_fix_for_two_
     ]
 
 
+@pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"caption": "sks"}, {"pictures": {"mask": {"suffix": "-mask"}}}])
 def test_a_large_scan_is_not_copied_to_see_what_it_was_taken_for(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], bare: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of rows some are read at a time; what remains of all is a bit a row or two."""
     rows = 50_000
     text = {"text": "a wheel " * 16, "weight": 1.0}
     place = {"kind": "mask", "item": "m" * 100, "part": None, "where": None, "digest": b"d" * 16}
     columns = {
-        "item": [f"{number:0100}.jpg" for number in range(rows)],
-        "captions": [[text]] * rows,
+        "item": [f"reg/{number:0100}.jpg" for number in range(rows - 1)] + ["a/9.jpg"],
+        "captions": [[text], None if bare else [text]] * (rows // 2),
         "meta": ['{"a": "' + "b" * 100 + '"}'] * rows,
         "pictures": [[place]] * rows,
         "reject": [None, "no caption"] * (rows // 2),

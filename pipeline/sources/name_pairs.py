@@ -81,27 +81,24 @@ class Pair:
 
 def pairs(
     files: Iterable[str],
-    pictures: pa.ChunkedArray,
+    pictures: Iterable[pa.ChunkedArray],
     folders: Mapping[str, list[str]],
     usable: Callable[[str, str, str], bool],
 ) -> dict[str, Pair]:
     """The picture of each file that has one.
 
     Args:
-        folders: the names of the folders in each folder.
+        pictures: their names, some at a time. folders: the names of the folders in each folder.
         usable: (file, picture, what the file's name has more) -> whether they may be a pair.
     """
     wanted = defaultdict[str, list[tuple[int, str, str]]](list)
     for file in files:
         for rank, (key, core) in enumerate(_keys(file, folders)):
             wanted[key].append((rank, file, core))
-    lower = pc.utf8_lower(pc.utf8_normalize(pc.replace_substring_regex(pictures, r"\.[^./]*$", ""), form="NFC"))
-    best = dict[str, tuple[int, Pair]]()
-    keys = pa.array(wanted, pa.string())
-    for form, (pattern, kept) in enumerate(_FORMS):
-        names = pc.replace_substring_regex(lower, pattern, kept) if form else lower
+    best, keys = dict[str, tuple[int, Pair]](), pa.array(wanted, pa.string())
+    for names, form, some in _named(pictures):
         matches = pc.is_in(names, value_set=keys)
-        for key, picture in zip(names.filter(matches).to_pylist(), pictures.filter(matches).to_pylist(), strict=True):
+        for key, picture in zip(names.filter(matches).to_pylist(), some.filter(matches).to_pylist(), strict=True):
             for rank, file, core in wanted[key]:
                 before, _, after = posixpath.basename(stem(file)).partition(core)
                 rank += form * 1000
@@ -113,6 +110,14 @@ def pairs(
                     continue
                 best[file] = rank, Pair(file, picture, before, after, name[:place], name[place + len(core) :])
     return {file: pair for file, (_, pair) in best.items()}
+
+
+def _named(pictures: Iterable[pa.ChunkedArray]) -> Iterator[tuple[pa.ChunkedArray, int, pa.ChunkedArray]]:
+    """Of some pictures at a time what a file may be called after, in each of `_FORMS`: (names, form, pictures)."""
+    for some in pictures:
+        lower = pc.utf8_lower(pc.utf8_normalize(pc.replace_substring_regex(some, r"\.[^./]*$", ""), form="NFC"))
+        for form, (pattern, kept) in enumerate(_FORMS):
+            yield pc.replace_substring_regex(lower, pattern, kept) if form else lower, form, some
 
 
 def _keys(file: str, folders: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:

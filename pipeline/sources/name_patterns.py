@@ -3,7 +3,8 @@
 `x-masklabel.png` beside `x.jpg` and `masks/x.png` beside `images/x.jpg` are further pictures of `x.jpg`, if they have
 no caption themselves. Folders called `reg` hold pictures that keep what a class looks like (kohya's sd-scripts).
 Price: of pictures without a caption that may be further ones `SAMPLED` are compared with the others' names; whatever
-the number of pictures, that takes a few passes of Arrow over the names, and none where every picture has a caption.
+the number of pictures, that takes a few passes of Arrow over the names, some rows at a time, and none where every
+picture has a caption.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.cache import arrow
 from pipeline.sources.filenames import composed, stem
 from pipeline.sources.name_pairs import Pair, pairs
 from pipeline.sources.reject_kinds import Kinds
@@ -89,22 +90,23 @@ def is_regularisation(folder: str) -> bool:
 def regularisation(items: pa.ChunkedArray) -> list[Pattern]:
     """The folders of regularisation pictures of a source that holds others, too."""
     matches = pc.match_substring_regex(items, f"{_REGULARISATION.replace('(?i)', '(?i)(?:^|/)(?:', 1)})/")
-    chosen = items.filter(matches)
-    if not 0 < len(chosen) < len(items):
+    if not 0 < _true(matches) < len(items):
         return []
     folders = Counter[str]()
-    for item in _spread(chosen, SAMPLED):
+    for item in _spread(items, matches, SAMPLED):
         parts = item.split("/")[:-1]
         place = next((n for n, part in enumerate(parts) if is_regularisation(part)), None)
         if place is not None:
             folders["/".join(parts[: place + 1])] += 1
-    others = _spread(items.filter(pc.invert(matches)), SAMPLED)
+    others = _spread(items, pc.invert(matches), SAMPLED)
     subject = os.path.commonpath([f"/{item}".rpartition("/")[0] or "/" for item in others]).strip("/")
     subject = subject.partition("/")[0]
-    return [
-        Pattern(REGULARISATION, "folder", folder, _count_below(chosen, folder), _below(chosen, folder), subject)
-        for folder, _ in folders.most_common(SIBLINGS)
-    ]
+    patterns = []
+    for folder, _ in folders.most_common(SIBLINGS):
+        below = pc.and_(matches, _is_below(items, folder))
+        example = next(iter(_spread(items, below, 1)), folder)
+        patterns.append(Pattern(REGULARISATION, "folder", folder, _true(below), example, subject))
+    return patterns
 
 
 def further(items: pa.ChunkedArray, has_caption: pa.ChunkedArray) -> list[Pattern]:
@@ -113,22 +115,22 @@ def further(items: pa.ChunkedArray, has_caption: pa.ChunkedArray) -> list[Patter
     Args:
         items: names of all pictures. has_caption: booleans.
     """
-    bare = items.filter(pc.invert(has_caption))
-    if not len(bare):
+    bare = pc.invert(has_caption)
+    if not (without := _true(bare)):
         return []
-    likely = bare.filter(pc.match_substring_regex(bare, _LIKELY))
-    captioned = len(bare) < len(items)
-    samples = [*_spread(likely, SAMPLED), *(_spread(bare, SAMPLED) if captioned else ())]
+    likely = pc.and_(bare, pc.match_substring_regex(items, _LIKELY))
+    samples = [*_spread(items, likely, SAMPLED), *(_spread(items, bare, SAMPLED) if without < len(items) else ())]
     if not samples:
         return []
-    stems = pc.replace_substring_regex(items, _ENDING, "")
-    folders = _folders(stems)
-    stems = pc.utf8_normalize(stems, form="NFC")
+    folders = _folders(items)
     readings = {item: list(_readings(item, folders)) for item in dict.fromkeys(samples)}
     wanted = pa.array({picture for each in readings.values() for *_, picture in each}, pa.string())
-    matches = pc.is_in(stems, value_set=wanted)
-    there = dict(zip(stems.filter(matches).to_pylist(), items.filter(matches).to_pylist(), strict=True))
-    with_caption = set(stems.filter(pc.and_(matches, has_caption)).to_pylist())
+    there, with_caption = dict[str, str](), set[str]()
+    for some, captioned in _batches(items, has_caption):
+        stems = pc.utf8_normalize(pc.replace_substring_regex(some, _ENDING, ""), form="NFC")
+        matches = pc.is_in(stems, value_set=wanted)
+        there.update(zip(stems.filter(matches).to_pylist(), some.filter(matches).to_pylist(), strict=True))
+        with_caption.update(stems.filter(pc.and_(matches, captioned)).to_pylist())
     found = Counter[tuple[str, str, str]]()
     examples = dict[tuple[str, str, str], tuple[str, str]]()
     for item, each in readings.items():
@@ -143,8 +145,9 @@ def further(items: pa.ChunkedArray, has_caption: pa.ChunkedArray) -> list[Patter
     patterns = []
     for (kind, way, value), paired in found.items():
         similar = [item for item in readings if _fits(item, way, value)]
-        count = _count_ending(bare, value) if way == "suffix" else _count_below(bare, value)
-        if 2 * paired >= len(similar) and (kind or 2 * count >= max(4, len(items) - len(bare))):
+        ours = pc.match_substring_regex(items, re.escape(value) + _ENDING)
+        count = _true(pc.and_(bare, ours if way == "suffix" else _is_below(items, value)))
+        if 2 * paired >= len(similar) and (kind or 2 * count >= max(4, len(items) - without)):
             patterns.append(Pattern(kind, way, value, count, *examples[kind, way, value]))
     rest = [item for item in readings if not any(_fits(item, each.way, each.value) for each in patterns)]
     patterns += _by_name(rest, items, bare, folders)
@@ -157,10 +160,11 @@ def captions(files: Kinds, items: pa.ChunkedArray, has_caption: pa.ChunkedArray)
     Args:
         files: by folder and ending, with examples. items, has_caption: as of `further`.
     """
-    if not files.total or not len(bare := items.filter(pc.invert(has_caption))):
+    if not files.total or not _true(pc.invert(has_caption)):
         return []
     kinds = {file: kind for kind, some in files.examples.items() for file in some}
-    paired = pairs(kinds, bare, _folders(pc.replace_substring_regex(items, _ENDING, "")), lambda *names: True)
+    bare = (some.filter(pc.invert(captioned)) for some, captioned in _batches(items, has_caption))
+    paired = pairs(kinds, bare, _folders(items), lambda *names: True)
     patterns = list[Pattern]()
     for kind, some in files.examples.items():
         found = [paired[file] for file in some if file in paired]
@@ -176,7 +180,7 @@ def _by_name(
     """The patterns of the way `name` among some pictures without a caption, by words that are known.
 
     Args:
-        items, bare: names of all pictures, and of those without a caption. folders: below each folder.
+        items, bare: names of all pictures, and which of them have no caption. folders: below each folder.
     """
     files = [file for file in files if re.search(_LIKELY, file)]
     if not files:
@@ -188,7 +192,7 @@ def _by_name(
         return _kind_of_pair(file, picture, more) != UNKNOWN and not any(map(kind_of, [name, *others]))
 
     found = dict[tuple[str, str], list[Pair]]()
-    for file, pair in pairs(files, items, folders, usable).items():
+    for file, pair in pairs(files, (some for [some] in _batches(items)), folders, usable).items():
         kind = _kind_of_pair(file, pair.picture, pair.before + pair.after)
         value = "/".join(filter(None, [pair.folder, f"{pair.before}*{pair.after}"]))
         found.setdefault((kind, value), []).append(pair)
@@ -196,7 +200,7 @@ def _by_name(
     for (kind, value), some in found.items():
         pattern = _pattern_of(value)
         if 2 * len(some) >= sum(re.search(pattern, file) is not None for file in files):
-            count = _true(pc.match_substring_regex(bare, pattern))
+            count = _true(pc.and_(bare, pc.match_substring_regex(items, pattern)))
             patterns.append(Pattern(kind, "name", value, count, some[0].file, some[0].picture, some[0]))
     return patterns
 
@@ -241,32 +245,20 @@ def _spelled_readings(item: str, folders: dict[str, list[str]]) -> Iterator[tupl
             yield CONTROL if paired else kind, "folder", part, "/".join([*above, sibling, *below])
 
 
-def _folders(stems: pa.ChunkedArray) -> dict[str, list[str]]:
+def _folders(items: pa.ChunkedArray) -> dict[str, list[str]]:
     """The names of the folders in each folder."""
-    inside = stems.filter(pc.match_substring(stems, "/"))
-    every = pc.unique(pc.replace_substring_regex(inside, "/[^/]*$", "")).to_pylist()
     children: dict[str, dict[str, None]] = {}
-    for folder in every:
-        parts = folder.split("/")
-        for place, part in enumerate(parts):
-            children.setdefault("/".join(parts[:place]), {}).setdefault(part)
+    for [some] in _batches(items):
+        inside = some.filter(pc.match_substring(some, "/"))
+        for folder in pc.unique(pc.replace_substring_regex(inside, "/[^/]*$", "")).to_pylist():
+            parts = folder.split("/")
+            for place, part in enumerate(parts):
+                children.setdefault("/".join(parts[:place]), {}).setdefault(part)
     return {folder: sorted(names) for folder, names in children.items()}
 
 
 def _fits(item: str, way: str, value: str) -> bool:
     return stem(item).endswith(value) if way == "suffix" else f"/{value}/" in f"/{item}"
-
-
-def _count_ending(items: pa.ChunkedArray, suffix: str) -> int:
-    return _true(pc.match_substring_regex(items, re.escape(suffix) + _ENDING))
-
-
-def _below(items: pa.ChunkedArray, folder: str) -> str:
-    return next(iter(items.filter(_is_below(items, folder)).slice(0, 1).to_pylist()), folder)
-
-
-def _count_below(items: pa.ChunkedArray, folder: str) -> int:
-    return _true(_is_below(items, folder))
 
 
 def _is_below(items: pa.ChunkedArray, folder: str) -> pa.ChunkedArray:
@@ -277,8 +269,12 @@ def _true(values: pa.ChunkedArray) -> int:
     return pc.sum(values).as_py() or 0
 
 
-def _spread(items: pa.ChunkedArray, count: int) -> list[str]:
-    """Up to `count` items at equal distances."""
-    if not len(items):
-        return []
-    return items.take(pa.array(np.unique(np.linspace(0, len(items) - 1, count).astype(np.int64)))).to_pylist()
+def _spread(items: pa.ChunkedArray, where: pa.ChunkedArray, count: int) -> list[str]:
+    """Up to `count` of the items where `where` is true, at equal distances."""
+    return arrow.spread_rows(pa.table({"item": items}), where, count).column("item").to_pylist()
+
+
+def _batches(*columns: pa.ChunkedArray) -> Iterator[tuple[pa.ChunkedArray, ...]]:
+    """The rows of some columns, in order, some at a time."""
+    for start in range(0, len(columns[0]), arrow.ROWS):
+        yield tuple(column.slice(start, arrow.ROWS) for column in columns)
