@@ -17,6 +17,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +35,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 INTERRUPTED = 130
 """The shells' exit code for a process that SIGINT ended."""
+GRACE_S = 5.0
+"""Seconds that `beside` waits between two signals."""
 OUTPUT_LOST = 74
 """Exit code (EX_IOERR) if the work is done but lines could not be written to stdout."""
 
@@ -132,6 +135,60 @@ def call(arguments: Sequence[str], *, send: signal.Signals | None = None) -> tup
             child.send_signal(send or number)
         code = child.wait()
     return code if code >= 0 else 128 - code, signal.Signals(passed[0]) if passed else None
+
+
+@contextmanager
+def beside(arguments: Sequence[str]) -> Iterator[Callable[[], str | None]]:
+    """Run a command beside what happens in the block: with the least priority and without output, in a process that
+    ends with the block, or with this process.
+
+    Yields:
+        Why it has ended by itself, its first line; None: it has not, or with 0.
+    """
+    with tempfile.TemporaryFile() as said:
+        child = subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            process_group=0,
+            preexec_fn=_in_background,
+        )
+
+        def failure() -> str | None:
+            if not child.poll():
+                return None
+            said.seek(0)
+            lines = said.read().decode(errors="replace").split("\n")
+            return next((line.strip() for line in lines if line.strip()), f"it ended with {child.returncode}")
+
+        try:
+            yield failure
+        finally:
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the second ends what the first finishes
+                with suppress(subprocess.TimeoutExpired):
+                    child.send_signal(number)
+                    child.wait(GRACE_S)
+                    break
+
+
+def free_memory() -> int:
+    """Bytes of memory that a further process may take, by the machine and its control group; 0: not known."""
+    with suppress(OSError, ValueError, LookupError):
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) << 10
+        group = Path("/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip())
+        with suppress(OSError, ValueError, LookupError):  # no limit is `max`
+            used = int((group / "memory.current").read_text())
+            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            free = min(free, int((group / "memory.max").read_text()) - used + int(counts["inactive_file"]))
+        return max(0, free)
+    return 0
+
+
+def _in_background() -> None:
+    end_with_parent()
+    os.nice(19)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import json
 import shlex
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,11 @@ import click
 import torch
 
 from pipeline import outputs
+from pipeline.amounts import amount
 from pipeline.cache.cache import Cache
 from pipeline.config import LOCAL_NAME, Config, Given, reads
 from pipeline.options import flat, put, value_at
-from pipeline.processes import INTERRUPTED, call, command, shown
+from pipeline.processes import INTERRUPTED, beside, call, command, free_memory, shown
 from pipeline.reporting import run_pictures
 from pipeline.training import changes, checkpoint, heldout
 
@@ -31,6 +33,8 @@ PROMPTS = "prompts.txt"
 STAGES = ("encode", "bucket", "train", "sample", "export")
 SAMPLES, EXPORT = "samples", "export"
 """Folders of the results in `train.output`."""
+_DECODER, _BYTES_PER_PIXEL = 2 << 30, 3 << 10
+"""Of a process that decodes: libraries with weights in fp32, and the activations of a picture."""
 TORCHRUN = ("--standalone", "--nproc-per-node")
 
 
@@ -83,11 +87,13 @@ def run(
             "pictures are few"
         )
     steps = list(chain(config, given, path, overrides, data, prompts))
+    sampling = _options("sample", given, path, overrides)
     for number, step in enumerate(steps, 1):
         click.echo(f"\n[{number}/{len(steps)}] $ {step}")
         if step.words[0] == "train":
             check_unchanged(config)
-        code, stopped_by = call(step.arguments)
+        with _decoding(config, sampling) if step.words[0] == "train" else nullcontext():
+            code, stopped_by = call(step.arguments)
         if code or stopped_by is not None:
             what = f"was ended by {stopped_by.name};" if stopped_by else f"ended with {code}; when that is mended,"
             click.echo(f"\nstopped: {step} {what} the same command goes on from here", err=True)
@@ -95,6 +101,35 @@ def run(
     for line in best(checkpoint.root_of(config).parent):
         click.echo(line)
     return 0
+
+
+@contextmanager
+def _decoding(config: Config, options: Sequence[str]) -> Iterator[None]:
+    """Decode what a training draws while the block runs, on the CPU with the least priority, if pictures are drawn and
+    twice the memory that this takes is free. The training decodes what is left when it has ended."""
+    runs = [config, *(config.of_phase(phase.name) for phase in config.phases)]
+    drawn = [each for each in runs if each.train.pictures is not None and each.train.pictures.decode]
+    needed = max(map(_decoder_bytes, drawn), default=0)
+    if not drawn or free_memory() < 2 * needed:
+        if drawn:
+            click.echo(f"note: pictures are decoded after the training: the decoder takes {amount(needed)} of memory")
+        yield
+        return
+    output = config.train.output
+    click.echo(f"pictures while it trains: {output}, folders {run_pictures.FOLDER}")
+    watching = ("sample", "--watch", output, *options, "--set", "encode.device=cpu")
+    with beside(command("--quiet", *watching)) as failure:
+        yield
+        if (why := failure()) is not None:
+            click.echo(f"note: no pictures were decoded while it trained: {why}", err=True)
+
+
+def _decoder_bytes(config: Config) -> int:
+    """About what decoding a picture on the CPU takes: libraries and weights, and activations by pixel."""
+    pictures = config.train.pictures
+    assert pictures is not None
+    height, width = (side or config.data.resolution for side in (pictures.height, pictures.width))
+    return _DECODER + _BYTES_PER_PIXEL * height * width
 
 
 def best(output: Path) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 
 from pipeline.config import Config, dump, load_given, option_fields, reads
 from pipeline.errors import UserError
-from pipeline.processes import command
+from pipeline.processes import command, free_memory
 from stages import run as stage
 from stages.run import STAGES
 from tests.support.launched import children
@@ -149,6 +149,72 @@ def test_the_checkpoint_with_the_lowest_heldout_loss_is_named(tmp_path: Path) ->
     assert str(tmp_path / "pictures/step-00000004") in pictures
 
 
+WATCH = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: [pathlib.Path({file!r} + ".ended").touch(), exit(0)])
+pathlib.Path({file!r}).write_text(" ".join(sys.argv[1:]))
+time.sleep(60)
+"""
+TRAIN = """
+import pathlib, time
+while not pathlib.Path({file!r}).exists():
+    time.sleep(0.01)
+{then}
+"""
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+    """The chain with programs for training and its watcher; pictures are drawn, of a side of so many pixels."""
+
+    def run(watch: str, train: str, *settings: str) -> int:
+        def program(quiet: str, name: str, *words: str) -> list[str]:
+            said = watch if "--watch" in words else {"train": train}.get(name, "")
+            return [sys.executable, "-c", said.replace("{file!r}", repr(str(tmp_path / "watched"))), name, *words]
+
+        monkeypatch.setattr(stage, "command", program)
+        given = [f"train.output={tmp_path / 'run'}", "train.pictures={every: 5}", *settings]
+        config, known = load_given("tiny", given)
+        return stage.run(config, known, None, given, ["photos"], None)
+
+    return run
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_pictures_are_decoded_while_it_trains_and_no_longer(
+    code: int, watched: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert watched(WATCH, TRAIN.replace("{then}", f"raise SystemExit({code})")) == code
+    words = (tmp_path / "watched").read_text().split()
+    assert words[:3] == ["sample", "--watch", str(tmp_path / "run")] and words[-2:] == ["--set", "encode.device=cpu"]
+    assert (tmp_path / "watched.ended").exists(), "it ends with the training, however that ends"
+    assert "not decoded" not in capfd.readouterr().err
+
+
+def test_a_watcher_that_fails_is_one_line_and_the_chain_goes_on(
+    watched: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    failing = "import pathlib, sys; pathlib.Path({file!r}).touch(); sys.exit('no VAE there\\nmore\\nand more')"
+    assert watched(failing, TRAIN.replace("{then}", "time.sleep(1)")) == 0
+    said = capfd.readouterr()
+    assert said.err.splitlines() == [line for line in said.err.splitlines() if "no VAE there" in line]
+    assert len(said.err.splitlines()) == 1 and started(said.out) == list(STAGES)
+
+
+@pytest.mark.parametrize("settings", [["train.pictures=null"], ["train.pictures={decode: false}"], []])
+def test_nothing_is_watched_without_pictures_or_memory(
+    settings: list[str], watched: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not settings:
+        monkeypatch.setattr(stage, "free_memory", lambda: 1 << 30)
+    assert watched(WATCH, "", *settings) == 0
+    assert not (tmp_path / "watched").exists()
+
+
+def test_the_free_memory_is_some(tmp_path: Path) -> None:
+    assert 1 << 20 < free_memory() < 1 << 50
+
+
 WAITING = "import pathlib, signal, time; {handler}; pathlib.Path({file!r}).touch(); time.sleep(60)"
 
 
@@ -199,12 +265,12 @@ def prepared(folder: Path, make_config: Callable[..., Config]) -> Path:
 
 
 def ended(process: subprocess.Popen[bytes], log: Path) -> str:
-    assert process.wait(250) == 0, log.read_text()
+    assert process.wait(500) == 0, log.read_text()
     return log.read_text()
 
 
 @pytest.mark.fault
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_a_chain_that_is_killed_twice_ends_as_one_that_was_not(
     tmp_path: Path, photos: Path, make_config: Callable[..., Config]
 ) -> None:
@@ -213,11 +279,11 @@ def test_a_chain_that_is_killed_twice_ends_as_one_that_was_not(
     last = Path("run/checkpoints/step-00000030")
     for number, sign in enumerate(("captions: ", "saved "), 1):
         process, log = begun(killed, photos, f"log{number}"), killed / f"log{number}"
-        until(lambda log=log, sign=sign: sign in log.read_text(), 120)  # type: ignore[misc]
-        (child,) = children(process.pid)
+        until(lambda log=log, sign=sign: sign in log.read_text(), 300)  # type: ignore[misc]
+        begun_by = children(process.pid)  # the command, and beside a training what decodes its pictures
         process.kill()
         process.wait()
-        until(lambda child=child: not Path(f"/proc/{child}/exe").exists(), 10)  # type: ignore[misc]
+        until(lambda every=begun_by: not any(Path(f"/proc/{child}/exe").exists() for child in every), 10)  # type: ignore[misc]
     assert not (killed / last).exists()
     said = ended(begun(killed, photos, "log3"), killed / "log3")
     assert "continuing" in said or "resum" in said, said
@@ -232,13 +298,13 @@ def test_a_chain_that_is_killed_twice_ends_as_one_that_was_not(
 
 
 @pytest.mark.fault
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_ctrl_c_saves_and_the_same_command_goes_on(
     tmp_path: Path, photos: Path, make_config: Callable[..., Config]
 ) -> None:
     folder = prepared(tmp_path / "run", make_config)
     process = begun(folder, photos, "log")
-    until(lambda: "saved " in (folder / "log").read_text(), 120)
+    until(lambda: "saved " in (folder / "log").read_text(), 300)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     said = (folder / "log").read_text()
