@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from pipeline.encoding.scan import scan
 from pipeline.errors import UserError
 from pipeline.planning import recommend
 from pipeline.sources import caption_signs
+from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.detect import open_source
 from pipeline.sources.source import Item
 from pipeline.sources.tag_sets import tags_of
@@ -191,6 +193,16 @@ READINGS: dict[str, tuple[Brought, dict[str, Any], list[str]]] = {
         {},
         [BARN],
     ),
+    "a list of objects": (
+        {"a.jpg": "", "a.json": {"sentences": [{"raw": BARN, "tokens": ["a"]}, {"id": 1, "raw": BOATS}]}},
+        {"caption_field": "sentences.raw"},
+        [BARN, BOATS],
+    ),
+    "a list of objects in parquet": (
+        {"t.parquet": {"jpg": [b"x"], "tags": [[{"name": "1girl"}, {"name": "solo"}]]}},
+        {"caption_field": "tags.name"},
+        ["1girl, solo"],
+    ),
     "a column with a dot in its name": ({"a.jpg": "", "a.json": {"x.y": BARN}}, {"caption_field": "x.y"}, [BARN]),
     "nested columns that are joined": (
         {"a.jpg": "", "a.json": {"t": {"who": "miku", "what": TAGS}}},
@@ -272,6 +284,65 @@ def test_a_list_that_may_be_captions_or_tags_is_refused_with_both_settings(tmp_p
         assert list(read(tmp_path, caption_parts=way).values()) == [expected]
 
 
+UNREADABLE: dict[str, Any] = {
+    "a list of objects": [{"raw": BARN}],
+    "an object": {"en": BARN},
+    "a number": 5,
+    "a list that may be captions or tags": ["red barn", "old barn"],
+}
+PLACES: dict[str, Callable[[Any], Brought]] = {
+    "beside": lambda value: {"a.jpg": "", "a.json": {"caption": value}},
+    "metadata.jsonl": lambda value: {"a.jpg": "", "metadata.jsonl": row("a.jpg", caption=value)},
+    "tar": lambda value: {"s.tar": {"a.jpg": "x", "a.json": {"caption": value}}},
+    "parquet": lambda value: {"t.parquet": {"jpg": [b"x"], "caption": [value]}},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("value", UNREADABLE)
+def test_a_default_caption_takes_no_place_of_a_column_that_cannot_be_read(
+    value: str, place: str, tmp_path: Path
+) -> None:
+    """The reject names the setting that reads an object's text, and it works."""
+    bring(tmp_path, PLACES[place](UNREADABLE[value]))
+    [[reason]] = read(tmp_path, caption="sks dog", caption_field="caption").values()
+    assert reason.startswith("reject") and "'caption'" in reason
+    if "object" in value:
+        [field] = re.findall(r"--set data\.caption_field=([\w.]+)", reason)
+        assert list(read(tmp_path, caption="sks dog", caption_field=field).values()) == [[BARN]]
+
+
+@pytest.mark.parametrize("place", ["beside", "metadata.jsonl", "tar"])
+@pytest.mark.parametrize("text", ["", None])
+def test_an_empty_caption_hides_no_caption_in_another_column(text: str | None, place: str, tmp_path: Path) -> None:
+    value = {**PLACES[place](BARN)}
+    name = next(file for file in value if not file.endswith("jpg"))
+    if place == "tar":
+        value[name] = {"a.jpg": "x", "a.json": {"text": text, "caption": BARN}}
+    else:
+        value[name] = row("a.jpg", text=text, caption=BARN)
+    bring(tmp_path, value)
+    [[reason]] = read(tmp_path, caption="sks dog").values()
+    assert reason.startswith("reject") and "data.caption_field=caption" in reason
+    assert list(read(tmp_path, caption="sks dog", caption_field="caption").values()) == [[BARN]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "likely"),
+    [
+        (["negative_prompt", "style"], "style"),
+        (["Negative Prompt", "prompt"], "prompt"),
+        (["neg_prompt"], None),
+        (["author.description", "content"], "content"),
+        (["user.profile.title", "meta.prompt"], "meta.prompt"),
+        (["negotiation_text"], "negotiation_text"),
+    ],
+)
+def test_negative_prompts_and_texts_about_people_are_no_captions(columns: list[str], likely: str | None) -> None:
+    assert CaptionRule().likely(columns) == likely
+    assert CaptionRule(DataConfig(caption="x")).hides(set(columns) - {likely}) is None
+
+
 @pytest.mark.parametrize(
     ("caption", "tags"),
     [
@@ -325,6 +396,12 @@ def test_what_other_trainers_read_in_captions_is_counted_by_picture() -> None:
         caption_signs.CHOICE: (1, "2.jpg", "{x|y}"),
         caption_signs.LINES: (1, "3.jpg", "\n"),
     }
+    generated = f"{BARN}\nNegative prompt: ugly, x\nSteps: 20, Sampler: Euler a, Seed: 1"
+    found = {
+        sign.pattern: (sign.count, sign.match)
+        for sign in caption_signs.signs(table([[generated], [f"sks, {BARN}\nSteps: 9, Sampler: x"]]))
+    }
+    assert found == {caption_signs.PARAMETERS: (2, "Negative prompt:")}, "and not of several lines"
     assert not caption_signs.signs(table([["[x] {y} <z> | a trigger"]])), "brackets alone are none"
 
 

@@ -84,7 +84,7 @@ def other_columns(rule: CaptionRule, rows: Sequence[dict[str, Any]]) -> dict[str
                 each.strip() for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)
             ]
             whole, is_used = ", ".join(entries), all(any(each in text for text in texts) for each in entries)
-            if " " in whole and not is_used and column not in rule.columns and "negative" not in column.lower():
+            if " " in whole and not is_used and column not in rule.columns:
                 found.setdefault(column, whole)
     return found
 

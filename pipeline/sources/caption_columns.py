@@ -36,11 +36,31 @@ DEPTH = 3
 SHOWN = 10
 """Columns of a row that a message names."""
 
-CAPTION_WORDS = ("caption", "text", "prompt", "descri", "tags", "tag_string", "alt", "title", "label")
+CAPTION_WORDS = (
+    "caption",
+    "text",
+    "prompt",
+    "descri",
+    "tags",
+    "tag_string",
+    "alt",
+    "sentences",
+    "content",
+    "title",
+    "label",
+)
 """Parts of the names of caption columns, the best first."""
 
-_SURE = ("caption", "captions", "text", "texts", "prompt", "prompts", "description", "tag", "tags")
+_NO_CAPTION = re.compile(
+    r"(?i)(?:^|[^a-z])neg(?:ative)?(?:[^a-z]|$|prompt)|(?:^|\.)(?:artist|author|channel|owner|uploader|user)s?\."
+)
+"""Columns that hold something else, though their names have such words: negative prompts, and texts about people."""
+
+_SURE = ("caption", "captions", "text", "texts", "prompt", "prompts", "description", "sentences", "tag", "tags")
 """Words in the names of columns that hold captions and nothing else."""
+
+_TURNS = {"from", "role"}
+"""Columns of the objects of a conversation, of which questions are a part."""
 
 TEXT_FILE = "txt"
 """In a list of columns: the text file beside a picture, or the .txt member of a tar."""
@@ -62,8 +82,8 @@ class PictureCaptions:
     problems: captions that cannot be used: (file, line or "", reason).
     meta: the other columns; of several values of a column the first counts.
     hidden: a column with a caption that the rule does not read, where a default caption would take its place.
-    is_lost: whether a file with the name of a caption file cannot be read, so that a default caption would take the
-        place of the caption in it.
+    is_lost: whether a caption file, or a caption column, holds what cannot be read, so that a default caption would
+        take the place of what was meant.
     """
 
     candidates: list[CaptionCandidate] = field(default_factory=list)
@@ -181,7 +201,7 @@ class CaptionRule:
 
     def likely(self, columns: Iterable[str]) -> str | None:
         """The column of a table without any of `fields` that most likely holds its captions."""
-        columns = list(columns)
+        columns = [column for column in columns if not _NO_CAPTION.search(column)]
         matches = (min((c for c in columns if word in c.lower()), key=len, default=None) for word in CAPTION_WORDS)
         return next(filter(None, matches), next(iter(columns), None))
 
@@ -212,7 +232,7 @@ class CaptionRule:
         captions = PictureCaptions(meta={name: value for name, value in row.items() if name not in self.columns})
         problems = list[str]()
         if len(self.seen) < MAX_COLUMNS:
-            self.seen.update(columns_of(row) if dict in map(type, row.values()) else row)
+            self.seen.update(columns_of(row) if any(map(_is_nested, row.values())) else row)
         fields = [(column, weight) for column, weight in self.fields if column in self.columns]
         present = [
             (f, weight) for f, weight in fields if f in row or value_of(row, f) is not _ABSENT or _has_part(row, f)
@@ -221,13 +241,11 @@ class CaptionRule:
             present = sorted(((c, 1.0) for c in self.fallback if c in row), key=lambda field: not row[field[0]])[:1]
         for column, weight in present:
             captions.candidates += self._read_column(row, column, weight, scores or {}, problems)
+        captions.is_lost = bool(problems) and not captions.candidates
+        if not captions.candidates and not problems:
+            captions.hidden = self.hides(c for c in columns_of(row) if _has_text(value_of(row, c)))
         if not captions.candidates and not problems and self.config.caption is None:
             problems = [f"has an empty {column!r}" for column, _ in present] or [self.lacking(row)]
-        if (
-            not present
-            and (hidden := self.hides(c for c in columns_of(row) if _has_text(value_of(row, c)))) is not None
-        ):
-            captions.hidden = hidden
         captions.problems = [(where, problem) for problem in problems]
         return captions
 
@@ -276,7 +294,10 @@ class CaptionRule:
             elif text is None or (isinstance(text, str) and not text.strip() and not self.raw):
                 continue
             if not isinstance(text, str):
-                problems.append(f"has {short_repr(text)} for {column!r}, which is not text")
+                way = "" if type(text) is not dict else self.advice({column: text})
+                problems.append(
+                    f"has {short_repr(text)} for {column!r}, which is not text" + (f" ({way})" if way else "")
+                )
                 continue
             score = _number(number)
             if number is not None and score is None:
@@ -370,27 +391,40 @@ _ABSENT = object()
 
 
 def value_of(row: Any, column: str) -> Any:
-    """The value of a column of a row; of `json.prompt` that of `prompt` in the object `json`; or `_ABSENT`."""
+    """The value of a column of a row; of `json.prompt` that of `prompt` in the object `json`, or in each object of a
+    list; or `_ABSENT`."""
     if column in row:
         return row[column]
     for place, character in enumerate(column):
         inner = row.get(column[:place]) if character == "." else None
         if isinstance(inner, dict) and (value := value_of(inner, column[place + 1 :])) is not _ABSENT:
             return value
+        if isinstance(inner, list):
+            values = [value_of(each, column[place + 1 :]) for each in inner if isinstance(each, dict)]
+            if values := [value for value in values if value is not _ABSENT]:
+                return values
     return _ABSENT
 
 
 def columns_of(row: dict[str, Any], above: str = "") -> Iterator[str]:
-    """The columns of a row, those of objects in it behind a dot."""
+    """The columns of a row, those of objects, and of the first object of lists, in it behind a dot."""
     for column, value in row.items():
         yield f"{above}{column}"
+        if isinstance(value, list) and value and not _TURNS.intersection(value[0] if _is_nested(value) else ()):
+            value = value[0]
         if isinstance(value, dict) and above.count(".") < DEPTH:
             yield from columns_of(value, f"{above}{column}.")
 
 
 def sure_columns(columns: Iterable[str]) -> list[str]:
     """The columns that hold captions and nothing else by their names."""
-    return [column for column in columns if not {*_SURE}.isdisjoint(re.findall("[a-z]+", column.lower()))]
+    sure = {*_SURE}
+    return [c for c in columns if not sure.isdisjoint(re.findall("[a-z]+", c.lower())) and not _NO_CAPTION.search(c)]
+
+
+def _is_nested(value: Any) -> bool:
+    """Whether a value is an object, or a list of them."""
+    return type(value) is dict or (type(value) is list and bool(value) and type(value[0]) is dict)
 
 
 def has_column(columns: Collection[str], column: str) -> bool:

@@ -25,6 +25,7 @@ _MARKS = (b"[", b"<", b"{", b"|", b"\n")
 PLACEHOLDER = r"(?i)[\[{<](?:name|token|filewords|placeholder|concept|instance)[\]}>]"
 SEPARATOR = r"\|\|\|"
 CHOICE = r"\{[^{}|]*\|[^{}]*\}"
+PARAMETERS = r"(?m)^(?:Negative prompt:|Steps: \d+, )"
 LINES = r"\n"
 
 _LOOKED_AT = 1000
@@ -52,6 +53,8 @@ _MEANING = {
     "place: remove it, and give their number as data.tags.keep",
     CHOICE: "{match} in a caption, which is read as written; other trainers draw one of the words: write several "
     "captions",
+    PARAMETERS: "{match} in a caption, which is read as written with all behind it; AUTOMATIC1111's web UI writes it "
+    "behind the prompt: remove both, as sed -i '/^Negative prompt:/,$d; /^Steps: /,$d' *.txt does",
     LINES: "a caption of several lines, read as one; --set data.caption_parts=captions if each line is a caption, "
     "--set data.caption_parts=tags if each line is a tag",
 }
@@ -67,6 +70,8 @@ def signs(table: pa.Table) -> list[Sign]:
             continue
         for pattern in _MEANING:
             has = pc.match_substring_regex(texts, pattern)
+            if pattern == LINES:
+                has = pc.and_(has, pc.invert(pc.match_substring_regex(texts, PARAMETERS)))
             owned = pc.unique(owners.filter(has))
             if not len(owned):
                 continue

@@ -136,7 +136,7 @@ class MetadataReader:
         """Add a row to the picture `key`. column: names the file."""
         said = self.rule.read(row, where=where)
         said.meta.pop(column, None)
-        self._named.add(key, pickle.dumps((said.candidates, said.problems, said.meta, said.hidden)))
+        self._named.add(key, pickle.dumps((said.candidates, said.problems, said.meta, said.hidden, said.is_lost)))
 
 
 def only(value: Any) -> Any:
