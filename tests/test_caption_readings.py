@@ -23,6 +23,7 @@ from pipeline.planning import recommend
 from pipeline.sources import caption_signs
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.detect import open_source
+from pipeline.sources.reject_kinds import kind
 from pipeline.sources.source import Item
 from pipeline.sources.tag_sets import tags_of
 from pipeline.sources.text_parts import parts_of
@@ -257,6 +258,14 @@ def test_a_file_that_lists_the_pictures_is_named_with_the_command_that_reads_it(
     read(tmp_path / "data", caption="a photo")
 
 
+def test_a_column_of_numbers_is_no_column_of_names_in_csv(tmp_path: Path) -> None:
+    """`encode` reads names without an ending in .json files alone: a command that says so would fail."""
+    rows = f"id,image,caption\n1,/upload/1.jpg,{BARN}\n"
+    read(bring(tmp_path / "csv", {"1.jpg": "", "export.csv": rows}), caption="none")
+    listed = [{"image": "1", "caption": BARN}]
+    assert read(bring(tmp_path / "json", {"1.jpg": "", "export.json": listed})) == {"1.jpg": [BARN]}
+
+
 def test_caption_columns_that_differ_between_files_are_read_by_the_advice(tmp_path: Path) -> None:
     bring(tmp_path, {"a.parquet": {"jpg": [b"x"], "text": [BARN]}, "b.parquet": {"jpg": [b"x"], "caption": [BOATS]}})
     for given in ({}, {"caption_field": "caption"}):
@@ -307,7 +316,9 @@ def test_a_default_caption_takes_no_place_of_a_column_that_cannot_be_read(
     bring(tmp_path, PLACES[place](UNREADABLE[value]))
     [[reason]] = read(tmp_path, caption="sks dog", caption_field="caption").values()
     assert reason.startswith("reject") and "'caption'" in reason
+    assert kind("a.jpg", reason).count("'caption'") == 1, "its kind names the column, too"
     if "object" in value:
+        assert re.findall("[(]--set .*[)]", reason) == re.findall("[(]--set .*[)]", kind("a.jpg", reason)) != []
         [field] = re.findall(r"--set data\.caption_field=([\w.]+)", reason)
         assert list(read(tmp_path, caption="sks dog", caption_field=field).values()) == [[BARN]]
 

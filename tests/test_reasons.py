@@ -26,6 +26,8 @@ from pipeline.sources.reject_kinds import EXAMPLES, KINDS, OTHERS, SHOWN, Kinds,
         ("a", "is not UTF-8 (byte 17)", "is not UTF-8 (byte N)"),
         ("a", "the shorter side is below data.min_side = 41", "the shorter side is below data.min_side = 41"),
         ("a", "enlarged by more than data.max_upscale = 1.2", "enlarged by more than data.max_upscale = 1.2"),
+        ("a", "(--set data.caption_field=caption.raw) of 1.jpg", "(--set data.caption_field=caption.raw) of *"),
+        ("a", "(--set 'data.caption_field=my text')", "(--set 'data.caption_field=my text')"),
         ("a", "has none (data.pictures.mask.suffix: -m)", "has none (data.pictures.mask.suffix: -m)"),
     ],
 )

@@ -294,10 +294,10 @@ class CaptionRule:
             elif text is None or (isinstance(text, str) and not text.strip() and not self.raw):
                 continue
             if not isinstance(text, str):
-                way = "" if type(text) is not dict else self.advice({column: text})
-                problems.append(
-                    f"has {short_repr(text)} for {column!r}, which is not text" + (f" ({way})" if way else "")
-                )
+                what = "an object" if isinstance(text, dict) else short_repr(text)
+                way = self.advice({column: text}) if isinstance(text, dict) else None
+                problem = f"has {what} for {column!r}, which is not text" + (f" ({way})" if way else "")
+                problems += [problem] if problem not in problems else []
                 continue
             score = _number(number)
             if number is not None and score is None:

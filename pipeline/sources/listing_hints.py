@@ -75,8 +75,11 @@ def _settings(
 
 
 def _folder(value: object, file: str, pictures: pa.ChunkedArray) -> str | None:
-    """The folder below that of a file in which a value names a picture; "" for that folder itself, None for no name."""
+    """The folder below that of a file in which a value names a picture; "" for that folder itself, None for no name.
+    In a .json file a name may lack its ending, as `ListingSource` reads it."""
     if not isinstance(value, str) or not value.strip() or "\n" in value:
+        return None
+    if extension(value) not in EXTENSIONS and extension(file) != "json":
         return None
     root, name = posixpath.dirname(file), value.replace("\\", "/")
     name = posixpath.normpath(name if extension(name) in EXTENSIONS else f"{name}.")

@@ -27,13 +27,15 @@ WIDTH = 300
 """Characters of a kind that are printed."""
 
 OTHERS = "other reasons"
+_SETTING = re.compile(r"(--set (?:'[^']*'|[^\s'()]+))")
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _FILE = re.compile(r"[^\s;:,'\"()=*]+\.[A-Za-z][A-Za-z0-9]{1,4}\b(?! =|\.\w)")
 _NUMBER = re.compile(r"(?<![A-Za-z_] = )(?<![A-Za-z_.,0-9])(?<!UTF-)[-+]?(?:0x[0-9a-fA-F]+|\d[\d,.x]*(?<![,.x]))")
 
 
 def kind(item: str, reason: str) -> str:
-    """The reason without what concerns a single item. Settings with their limits (`data.min_side = 41`) stay."""
+    """The reason without what concerns a single item. Settings with their values (`data.min_side = 41`, `--set a.b=c`)
+    stay."""
     text = f" {reason}"
     for name in (item, posixpath.basename(item)):
         for form, sign in ((name, "*"), (f"{stem(name)}.", "*.")):
@@ -44,8 +46,11 @@ def kind(item: str, reason: str) -> str:
 
 @lru_cache(4096)  # most reasons are equal once the item's name is removed
 def _general(text: str) -> str:
-    text = _QUOTED.sub(lambda match: match[0] if match[0][1:-1].isidentifier() else "*", text)
-    return _NUMBER.sub("N", _FILE.sub("*", text))
+    parts = _SETTING.split(text)
+    for place in range(0, len(parts), 2):
+        part = _QUOTED.sub(lambda match: match[0] if match[0][1:-1].isidentifier() else "*", parts[place])
+        parts[place] = _NUMBER.sub("N", _FILE.sub("*", part))
+    return "".join(parts)
 
 
 @dataclass
