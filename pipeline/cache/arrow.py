@@ -90,8 +90,9 @@ def spread_rows(table: pa.Table, where: pa.ChunkedArray, most: int) -> pa.Table:
     for start in range(0, table.num_rows, ROWS):
         rows = np.flatnonzero(where.slice(start, ROWS).to_numpy())
         first, last = np.searchsorted(wanted, [seen, seen + len(rows)])
-        if first < last:
-            pieces.append(table.slice(start, ROWS).take(pa.array(rows[wanted[first:last] - seen])))
+        piece = table.slice(start, ROWS)
+        # Slices, since Arrow's `take` of lists copies all of a piece's.
+        pieces += [piece.slice(row, 1) for row in rows[wanted[first:last] - seen].tolist()]
         seen += len(rows)
     return pa.concat_tables(pieces)
 
