@@ -390,6 +390,11 @@ class CaptionRule:
 _ABSENT = object()
 
 
+def _is_nested(value: Any) -> bool:
+    """Whether a value is an object, or a list of them."""
+    return type(value) is dict or (type(value) is list and bool(value) and type(value[0]) is dict)
+
+
 def value_of(row: Any, column: str) -> Any:
     """The value of a column of a row; of `json.prompt` that of `prompt` in the object `json`, or in each object of a
     list; or `_ABSENT`."""
@@ -414,11 +419,6 @@ def columns_of(row: dict[str, Any], above: str = "") -> Iterator[str]:
             value = value[0]
         if isinstance(value, dict) and above.count(".") < DEPTH:
             yield from columns_of(value, f"{above}{column}.")
-
-
-def _is_nested(value: Any) -> bool:
-    """Whether a value is an object, or a list of them."""
-    return type(value) is dict or (type(value) is list and bool(value) and type(value[0]) is dict)
 
 
 def has_column(columns: Collection[str], column: str) -> bool:
