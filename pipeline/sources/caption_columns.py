@@ -390,6 +390,11 @@ class CaptionRule:
 _ABSENT = object()
 
 
+def _is_nested(value: Any) -> bool:
+    """Whether a value is an object, or a list of them."""
+    return type(value) is dict or (type(value) is list and bool(value) and type(value[0]) is dict)
+
+
 def value_of(row: Any, column: str) -> Any:
     """The value of a column of a row; of `json.prompt` that of `prompt` in the object `json`, or in each object of a
     list; or `_ABSENT`."""
@@ -420,11 +425,6 @@ def sure_columns(columns: Iterable[str]) -> list[str]:
     """The columns that hold captions and nothing else by their names."""
     sure = {*_SURE}
     return [c for c in columns if not sure.isdisjoint(re.findall("[a-z]+", c.lower())) and not _NO_CAPTION.search(c)]
-
-
-def _is_nested(value: Any) -> bool:
-    """Whether a value is an object, or a list of them."""
-    return type(value) is dict or (type(value) is list and bool(value) and type(value[0]) is dict)
 
 
 def has_column(columns: Collection[str], column: str) -> bool:
