@@ -601,3 +601,17 @@ def test_a_large_scan_is_not_copied_to_see_what_it_was_taken_for(
     assert len(taken.captions) == understood.SHOWN and taken.captions[-1][0] == columns["item"][rows - 2]
     assert list(taken.further.values()) in ([], [rows // 2])
     assert pool.max_memory() < 1 << 20 < scan.nbytes / 20
+
+
+def test_captions_that_have_the_trigger_word_already_are_counted(
+    tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["a photo of sks dog", "a dog", "[trigger] runs", "sks dogs"]
+    for number, caption in enumerate(words):
+        picture(tmp_path / f"data/{number}.png")
+        text(tmp_path / f"data/{number}.txt", caption)
+    assert dry(make_config, tmp_path / "data", "data.caption_prefix=sks dog, ") == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "a second time" in line]
+    assert "captions: 1 of 3 " in line and repr(words[0]) in line and "data.caption_prefix=" in line
+    assert dry(make_config, tmp_path / "data") == 0
+    assert "a second time" not in capsys.readouterr().out

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 
 from pipeline.cache.arrow import batches, spread_rows
 from pipeline.cache.cache import Cache
+from pipeline.cache.prompts import has_words
 from pipeline.cache.scan_table import ABSENT, places
 from pipeline.config import Config, DataConfig, setting
 from pipeline.encoding import remarks
@@ -94,7 +95,19 @@ class Understood:
         """What was not used, and may be meant. data: the settings that the captions will be made with."""
         patterns = [_said(each, self.source) for each in self.patterns]
         lists = [f"{escaped(each.file)} names pictures without a caption and is not used" for each in self.lists]
-        return [*patterns, *map(_said_loose, self.loose), *lists, *self.notes, *caption_signs.said(self.signs, data)]
+        signs = [*self._twice(data), *caption_signs.said(self.signs, data)]
+        return [*patterns, *map(_said_loose, self.loose), *lists, *self.notes, *signs]
+
+    def _twice(self, data: DataConfig) -> Iterator[str]:
+        """Captions that have the trigger word already."""
+        word, before = data.caption_prefix.strip().rstrip(",;:. "), self.data.caption_prefix
+        texts = [text.removeprefix(before) for _, text in self.captions if text.startswith(before)]
+        if word and (twice := [text for text in texts if has_words(text, word)]):
+            yield (
+                f"captions: {len(twice)} of {len(texts)} that were looked at have {escaped(word)!r} already and get it "
+                f"a second time: {escaped(shortened(twice[0], LENGTH))!r} "
+                f"({setting('data.caption_prefix', '')} if all have it)"
+            )
 
     @property
     def remedy(self) -> str | None:
