@@ -80,7 +80,7 @@ fault: $(STAMP)
 # The three before it at once, so that both cores have work to the end. Their tests start further processes: beside three
 # others, those of test_strategies.py and test_dist_pipeline.py exceeded their time limits on two slow cores.
 long: $(STAMP)
-	$(PYTEST) -n 3 --dist loadfile -m '(slow or dist or fault) and not gpu' --timeout 900 --fault-seeds 2 $(PYTEST_ARGS)
+	$(PYTEST) -n 3 --dist loadfile -m '(slow or dist or fault) and not gpu' --timeout 900 --fault-seeds 1 $(PYTEST_ARGS)
 
 fault-long: $(STAMP)
 	$(PYTEST) -m 'fault and not gpu' --timeout 7200 --fault-seeds 100 $(PYTEST_ARGS)

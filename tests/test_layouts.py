@@ -615,3 +615,12 @@ def test_captions_that_have_the_trigger_word_already_are_counted(
     assert "captions: 1 of 3 " in line and repr(words[0]) in line and "data.caption_prefix=" in line
     assert dry(make_config, tmp_path / "data") == 0
     assert "a second time" not in capsys.readouterr().out
+
+
+def test_a_table_in_another_encoding_is_refused_with_it(tmp_path: Path, make_config: MakeConfig) -> None:
+    """Not with its column, which its header has."""
+    picture(tmp_path / "data/0.png")
+    (tmp_path / "data/metadata.csv").write_bytes("file_name,caption\n0.png,a café\n".encode("cp1252"))
+    with pytest.raises(UserError, match=r"UTF-8.*iconv") as error:
+        stages.encode.run(make_config(tmp_path, "data.caption_field=caption"), str(tmp_path / "data"))
+    assert "which no item has" not in str(error.value)

@@ -101,6 +101,7 @@ class MetadataReader:
             for line, row in reader:
                 any_line = True
                 if isinstance(row, str):
+                    self.rule.seen.update(reader.columns)  # those of a CSV file whose rows are all refused
                     self.reject(f"{file}:{line}", row)
                 else:
                     yield f"{file}:{line}", row
@@ -181,6 +182,9 @@ def no_column(
     found = "the columns " + ", ".join(repr(escaped(column)) for column in columns)
     return UserError(f"{filesystem.full_name(file)} has no column {what}", expected=expected, found=found, fix=fix)
 
+
+NOT_UTF8 = "is not UTF-8: save the file as UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)"
+"""The reason of lines in the encoding of older programs."""
 
 Rows = Iterator[tuple[int, dict[str, Any] | str]]
 """(line number, row, or the reason why the line is no row)."""
@@ -269,7 +273,7 @@ class RowReader:
             elif len(fields) != len(header):
                 yield line, f"has {len(fields)} fields, the header has {len(header)}"
             elif any(map(has_surrogates, fields)):
-                yield line, "is not UTF-8"
+                yield line, NOT_UTF8
             else:
                 yield (
                     line,
@@ -280,7 +284,7 @@ class RowReader:
 def _jsonl(lines: Iterator[str]) -> Rows:
     for line, text in enumerate(lines, start=1):
         if text.strip():
-            yield line, "is not UTF-8" if has_surrogates(text) else parse_json(text)
+            yield line, NOT_UTF8 if has_surrogates(text) else parse_json(text)
 
 
 def _json(text: str) -> Rows:
