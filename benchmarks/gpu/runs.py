@@ -204,7 +204,8 @@ def trainer(sizes: Sizes, *, steps: int, save_every: int, batch: int) -> dict[st
             config = load("tiny", options)
         else:
             build(place / "cache", 8 * batch, buckets=BUCKETS[:2], batch=batch)
-            config = load("sana_1600m_1024", ["model.weights=null", "model.arch={}", *options])
+            arch = f"model.arch={{num_layers: {sizes.config.num_layers}}}"
+            config = load("sana_1600m_1024", ["model.weights=null", arch, *options])
         with timed("save"), timed("_write"):
             stages.train.run(config, log=lambda line: None)
         rows = metrics.read(place / "run/metrics.jsonl")
