@@ -146,6 +146,7 @@ SHARES = {
         Share("sana_1600m_1024_lora", 1, 4, chosen(4)),
     ],
     "A40": [Share("sana_1600m_1024", 1, 64, [*chosen(4), EACH], below=0.08)],
+    "H100": [Share("controlnet_80gb", 1, 64, chosen(22))],
 }
 
 
@@ -161,3 +162,16 @@ def test_a_share_of_a_configuration_fits_its_card_beside_a_desktop(card: str) ->
     for share, row in zip(SHARES[card], rows, strict=True):
         figures = [row[name] for name in ("peak", "reserved", "planned_peak", "planned_reserved")]
         assert row["retries"] == 0 and fits(*figures, below=share.below), row
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sizes", ["tp_size=2"])
+def test_compiled_blocks_run_in_a_share(sizes: str) -> None:
+    """Two blocks of the released width, of four processes. Edit: `x.item()` of a tensor in a block's forward pass."""
+    small = ["model.weights=null", "model.arch={num_layers: 2}", "train.compile=block", "train.text=packed"]
+    buckets = [(height, width, 16) for height, width in BUCKETS]
+    given = [("sana_1600m_1024", 4, [*small, *chosen(4), f"train.parallel.{sizes}"], buckets)]
+    words = ("-m", "tests.cuda.one_of_many", "4090", json.dumps(given))
+    done = python(*words, card="4090", more=DESKTOP, timeout=800).succeed()
+    (row,) = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
+    assert not done.log.refused() and row["reserved"] >= row["peak"] > 0, row
