@@ -62,8 +62,9 @@ demo: $(STAMP)
 collect: $(STAMP)
 	$(PYTEST) --collect-only -qq >/dev/null
 
+# A process more than there are cores, since some tests wait for other processes.
 test: $(STAMP)
-	$(PYTEST) -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(PYTEST) -n $$(($(JOBS) + 1)) --dist loadfile $(PYTEST_ARGS)
 
 test-durations: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile --durations=$(DURATIONS) --durations-min=0 $(PYTEST_ARGS)
