@@ -20,7 +20,7 @@ import pytest
 from pipeline.training import checkpoint, metrics
 from tests.support.checkpoints import load_model_state
 from tests.support.forked import ranks, succeed
-from tests.support.launched import ROOT, found, torchrun
+from tests.support.launched import ROOT, ended_with_the_test, found, torchrun, until_begun
 from tests.support.workers import failing_run, tiny_run
 
 pytestmark = pytest.mark.dist
@@ -189,16 +189,14 @@ def test_a_signal_saves_on_all_processes(tmp_path: Path, whom: str) -> None:
     the same step, and the checkpoint of that step is whole."""
     run = tmp_path / "run"
     process = torchrun("tests.support.workers.slow_run", run)
-    deadline = time.monotonic() + 90
-    while not (run / "metrics.jsonl").exists() or not metrics.read(run / "metrics.jsonl"):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    if whom == "one worker":
-        os.kill(int((tmp_path / "rank-1.pid").read_text()), signal.SIGUSR1)
-    else:
-        process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=90)
+    rows = run / "metrics.jsonl"
+    with ended_with_the_test(process):
+        until_begun(process, lambda: rows.exists() and metrics.read(rows))
+        if whom == "one worker":
+            os.kill(int((tmp_path / "rank-1.pid").read_text()), signal.SIGUSR1)
+        else:
+            process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=180)
     if whom == "one worker":
         assert process.returncode == 0, output
         assert "stopped by SIGUSR1" in output

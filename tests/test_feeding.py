@@ -24,7 +24,7 @@ from pipeline.signals.latent import LatentRecipe
 from pipeline.training import checkpoint, feeding, metrics
 from pipeline.training.trainer import fit
 from tests.support.damage import flip
-from tests.support.launched import run_worker, torchrun
+from tests.support.launched import ended_with_the_test, run_worker, torchrun, until_begun
 from tests.support.workers import tiny_run
 
 
@@ -211,21 +211,20 @@ def test_what_one_process_cannot_have_ends_all_of_them_alike(tmp_path: Path) -> 
 @pytest.mark.dist
 def test_workers_of_a_killed_launcher_save_and_end(tmp_path: Path) -> None:
     process = torchrun("tests.support.workers.slow_run", tmp_path / "run")
-    rows, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 100
-    while not rows.exists() or not metrics.read(rows):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    pids = [int((tmp_path / f"rank-{rank}.pid").read_text()) for rank in (0, 1)]
-    process.kill()
-    try:
-        deadline = time.monotonic() + 60
-        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "they train on"
-    finally:
-        for pid in pids:
-            if Path(f"/proc/{pid}").exists():
-                os.kill(pid, signal.SIGKILL)
-        output, _ = process.communicate()
+    rows = tmp_path / "run/metrics.jsonl"
+    with ended_with_the_test(process):
+        until_begun(process, lambda: rows.exists() and metrics.read(rows))
+        pids = [int((tmp_path / f"rank-{rank}.pid").read_text()) for rank in (0, 1)]
+        process.kill()
+        try:
+            deadline = time.monotonic() + 60
+            while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "they train on"
+        finally:
+            for pid in pids:
+                if Path(f"/proc/{pid}").exists():
+                    os.kill(pid, signal.SIGKILL)
+            output, _ = process.communicate()
     assert "stopped by the end of the launcher" in output
     assert checkpoint.newest(tmp_path / "run/checkpoints") is not None, output

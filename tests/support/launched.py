@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from tests.support.forked import Forked, ranks, succeed
+from tests.support.waiting import until
 from tests.support.workers import tiny_run
 
 ROOT = tiny_run.ROOT
@@ -23,6 +25,24 @@ def torchrun(module: str, *arguments: object, processes: int = 2) -> subprocess.
     return subprocess.Popen(
         command, env=tiny_run.environ(), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
+
+
+@contextmanager
+def ended_with_the_test(process: subprocess.Popen[str]) -> Iterator[None]:
+    """A test that fails leaves no training behind, which the tests after it would share the cores with. Workers end
+    when their launcher does."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def until_begun(process: subprocess.Popen[str], begun: Callable[[], object], limit_s: float = 300.0) -> None:
+    """Wait until a launch has begun: on a busy machine its imports take minutes."""
+    until(lambda: begun() or process.poll() is not None, limit_s)
+    assert process.poll() is None, process.communicate()[0]
 
 
 def run_worker(name: str, *arguments: object, processes: int = 0, timeout_s: float) -> None:
