@@ -165,7 +165,7 @@ def test_a_share_of_a_configuration_fits_its_card_beside_a_desktop(card: str) ->
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("sizes", ["tp_size=2"])
+@pytest.mark.parametrize("sizes", ["tp_size=2", "dp_replicate=2"])
 def test_compiled_blocks_run_in_a_share(sizes: str) -> None:
     """Two blocks of the released width, of four processes. Edit: `x.item()` of a tensor in a block's forward pass."""
     small = ["model.weights=null", "model.arch={num_layers: 2}", "train.compile=block", "train.text=packed"]
