@@ -41,7 +41,7 @@ def ended_with_the_test(process: subprocess.Popen[str]) -> Iterator[None]:
 
 def until_begun(process: subprocess.Popen[str], begun: Callable[[], object], limit_s: float = 300.0) -> None:
     """Wait until a launch has begun: on a busy machine its imports take minutes."""
-    until(lambda: begun() or process.poll() is not None, limit_s)
+    until(lambda: bool(begun()) or process.poll() is not None, limit_s)
     assert process.poll() is None, process.communicate()[0]
 
 
