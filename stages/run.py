@@ -34,7 +34,7 @@ STAGES = ("encode", "bucket", "train", "sample", "export")
 SAMPLES, EXPORT = "samples", "export"
 """Folders of the results in `train.output`."""
 _DECODER, _BYTES_PER_PIXEL = 2 << 30, 3 << 10
-"""Of a process that decodes: libraries with weights in fp32, and the activations of a picture."""
+"""Memory of a process that decodes: libraries with weights in fp32, and the activations for each pixel."""
 TORCHRUN = ("--standalone", "--nproc-per-node")
 
 
@@ -121,7 +121,7 @@ def _decoding(config: Config, options: Sequence[str]) -> Iterator[None]:
     with beside(command("--quiet", *watching)) as failure:
         yield
         if (why := failure()) is not None:
-            click.echo(f"note: no pictures were decoded while it trained: {why}", err=True)
+            click.echo(f"note: decoding while it trained ended early, the rest is decoded afterwards: {why}", err=True)
 
 
 def _decoder_bytes(config: Config) -> int:

@@ -1,5 +1,5 @@
-"""What a scan did not take, and a user may have meant: pictures that no row of a table names, text in other columns,
-several pictures of a sample of a tar.
+"""Notes on what a scan did not take and a user may have meant: pictures that no row of a table names, text in other
+columns, several pictures of a sample of a tar.
 
 Price: columns are looked at in a few rows. The names of a folder are read once more where a table names fewer pictures
 than the folder has.

@@ -391,7 +391,7 @@ _ABSENT = object()
 
 
 def _is_nested(value: Any) -> bool:
-    """Whether a value is an object, or a list of them."""
+    """Tell whether a value is an object, or a list of objects."""
     return type(value) is dict or (type(value) is list and bool(value) and type(value[0]) is dict)
 
 

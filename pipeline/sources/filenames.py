@@ -49,7 +49,7 @@ def extension(name: str) -> str:
 
 
 def is_text(name: str) -> bool:
-    """Whether a file may hold a caption by its ending."""
+    """Tell by its ending whether a file may hold a caption."""
     return _TEXT.fullmatch(extension(name)) is not None
 
 

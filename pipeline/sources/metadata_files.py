@@ -183,7 +183,7 @@ def no_column(
     return UserError(f"{filesystem.full_name(file)} has no column {what}", expected=expected, found=found, fix=fix)
 
 
-NOT_UTF8 = "is not UTF-8: save the file as UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)"
+NOT_UTF8 = "is not UTF-8: save the file as UTF-8 (iconv -f CP1252 -t UTF-8)"
 """The reason of lines in the encoding of older programs."""
 
 Rows = Iterator[tuple[int, dict[str, Any] | str]]

@@ -113,7 +113,7 @@ def pairs(
 
 
 def _named(pictures: Iterable[pa.ChunkedArray]) -> Iterator[tuple[pa.ChunkedArray, int, pa.ChunkedArray]]:
-    """Of some pictures at a time what a file may be called after, in each of `_FORMS`: (names, form, pictures)."""
+    """Yield (names, form, pictures) for some pictures at a time: what a file may be called after, in each form."""
     for some in pictures:
         lower = pc.utf8_lower(pc.utf8_normalize(pc.replace_substring_regex(some, r"\.[^./]*$", ""), form="NFC"))
         for form, (pattern, kept) in enumerate(_FORMS):

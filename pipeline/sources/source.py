@@ -173,7 +173,7 @@ class Source(ABC):
     """Pictures of the folder in which tables were found that name pictures."""
 
     shares_captions: bool = False
-    """Whether several pictures of a sample have its caption."""
+    """True where several pictures of a sample have its caption."""
 
     loose: Kinds = Kinds()
     """Files of text of the last listing that are the caption of no picture, by folder and ending."""
