@@ -24,6 +24,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 from pipeline import cli, processes
+from tests.support import constants
 
 _SERVER = multiprocessing.get_context("forkserver")
 
@@ -142,6 +143,7 @@ def _run(
     os.dup2(opened, 2)
     os.environ.clear()
     os.environ.update(environ)
+    constants.apply(environ)
     if before is not None:
         before()
     sys.argv = [worker or "sana-pipe", *arguments]

@@ -25,6 +25,7 @@ from pipeline.training.assemble import recipe_of
 from pipeline.training.optimizers import in_backward
 from pipeline.training.step import TrainStep
 from pipeline.training.task import DrawnPrompts, TrainingTask
+from tests.support.constants import with_site
 
 ROOT = Path(__file__).resolve().parents[3]
 CHANNELS, TEXT_WIDTH, GLOBAL_BATCH = 4, 24, 8
@@ -34,7 +35,7 @@ SHAPES = ((8, 8, 12), (6, 10, 16))
 
 def environ() -> dict[str, str]:
     """Of processes that tests start."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {**os.environ, "PYTHONPATH": with_site(str(ROOT)), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def config(
