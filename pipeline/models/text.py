@@ -21,7 +21,7 @@ import xxhash
 
 from pipeline.config import TextConfig
 from pipeline.models.frozen import DTYPES, NonFiniteOutputError, bf16_bits, digest, finite_bits
-from pipeline.models.hub import ModelError, load, read_json, read_settings, resolve, weight_files
+from pipeline.models.hub import ModelError, choose, load, read_json, read_settings, resolve, weight_files
 
 SELECTION = "sana"
 """Name of the selection rule: the first position and the last `max_length - 1` of the padded sequence."""
@@ -72,7 +72,7 @@ def describe_text(config: TextConfig, instruction: str) -> dict[str, Any]:
     folder = resolve(config)
     architecture = _text_architecture(folder)
     return {
-        "weights": digest(weight_files(folder, config.variant), _decoder_stack_tensor, architecture),
+        "weights": digest(weight_files(folder), _decoder_stack_tensor, architecture),
         "tokenizer": _tokenizer_digest(_tokenizer_folder(config)),
         "dtype": config.dtype,
         "attention": "eager",
@@ -321,7 +321,7 @@ class TextEncoder:
 
         folder = resolve(config)
         _text_settings(folder)
-        weight_files(folder, config.variant)
+        chosen = choose(folder)
         tokenizer = load_tokenizer(_tokenizer_folder(config))
         model, report = load(
             transformers.Gemma2Model,
@@ -329,7 +329,7 @@ class TextEncoder:
             "text encoder",
             dtype=DTYPES[config.dtype],
             attn_implementation="eager",
-            variant=config.variant,
+            variant=chosen.variant,
             use_safetensors=True,
             output_loading_info=True,
         )
