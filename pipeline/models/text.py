@@ -392,6 +392,12 @@ class TextEncoder:
 
     def run(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """(n, width) for each row of tokens: the selected hidden states, on the device, unrounded."""
+        # An instruction of 10 tokens (<bos> and the trailing space among them) and max_length 5: 10 + 5 - 2 = 13 tokens
+        # at most, of which the rule selects position 0 and the last four, 9 to 12. Position 9 is the trailing space's,
+        # where the caption's first word begins. So tokens 0 to 8 are the same for all captions and none but 0 is
+        # selected: they run once (`Prefix`), and a caption of 3 tokens runs 3 positions, 9 to 11, in place of 13.
+        # Its rows are <bos> of the prefix and these 3. A caption whose first word merges with more than the space
+        # changes a token before 9: it does not begin with the shared ids and runs in full.
         if self.mode == "exact":
             return self.run_in_full(rows, range(len(rows)), padded=True)
         shared = len(self.shared_ids)
