@@ -65,7 +65,7 @@ def require(name: str) -> None:
 
 
 def pixel_fields(data: DataConfig) -> dict[str, Any]:
-    """What decides the pixels of a picture, as fields of a `PictureRecipe`. Errors as in `choose`."""
+    """Return what decides the pixels of a picture, as fields of a `PictureRecipe`. Errors as in `choose`."""
     return {
         "decoder": choose(data.decoder),
         "resize": RESIZE_RULE,

@@ -64,7 +64,7 @@ def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How latents are drawn.
+    """The way in which latents are drawn.
 
     Attributes:
         steps: solver steps, one call of the model each (two samples per picture unless guidance is 1).

@@ -318,7 +318,7 @@ DIFFUSERS = Numerics()
 
 
 def numerics(train: TrainConfig) -> Numerics:
-    """Those of `train.residual` and `train.recipe`."""
+    """Return the numerics of `train.residual` and `train.recipe`."""
     epsilons = {"cross_norm_eps": 1e-6, "attention_eps": 1e-8} if train.recipe == "nvlabs" else {}
     return Numerics(fp32_residual=train.residual == "fp32", **epsilons)
 

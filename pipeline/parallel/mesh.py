@@ -66,7 +66,7 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Of the mesh, in the order of `DIMS`."""
+        """Return the sizes of the mesh, in the order of `DIMS`."""
         return self.pp, self.dp_replicate, self.dp_shard, self.tp
 
 
@@ -185,8 +185,8 @@ def open_mesh(
 
 
 def agreed_device(launch: Launch, timeout_s: int, resolve: Callable[[], torch.device]) -> torch.device:
-    """This process's device. An error of one process, or a GPU in some processes and the CPU in others, is raised on
-    all of them, before any of them waits in a process group.
+    """Return this process's device. An error of one process, or a GPU in some processes and the CPU in others, is
+    raised on all of them, before any of them waits in a process group.
 
     Args:
         launch: of `reopening`.

@@ -29,7 +29,7 @@ class Microbatch(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a forward pass gives a loss.
+    """The results of a forward pass, for a loss.
 
     prediction: (b, ...), the model's. taps: what blocks returned, by number. modules: those of `EXTRA`, by name.
     """

@@ -139,8 +139,8 @@ def _draw(
 
 
 def nearest(drawn: list[DrawnLatent]) -> list[bool]:
-    """Whether each drawn latent is nearer to its own picture's latent than to any other's (Euclidean, averaged over
-    4 x 4 regions so that different shapes compare)."""
+    """Return whether each drawn latent is nearer to its own picture's latent than to any other's (Euclidean, averaged
+    over 4 x 4 regions so that different shapes compare)."""
     ours, theirs = (
         torch.stack([torch.nn.functional.adaptive_avg_pool2d(t, 4).flatten() for t in latents])
         for latents in ([d.latent for d in drawn], [d.cached for d in drawn])

@@ -46,7 +46,7 @@ class Comparison(Protocol):
 
 
 class Signal(ABC):
-    """What makes the records of a recipe.
+    """A recipe with what makes its records.
 
     Attributes:
         noun: what progress lines and reports call its records.
@@ -80,11 +80,11 @@ class Signal(ABC):
         """Load what makes the records: a `PictureEncoder` or a `CaptionEncoder`."""
 
     def provenance(self, config: Config) -> dict[str, Any]:
-        """Where the model comes from, for the provenance of units."""
+        """Say where the model comes from, for the provenance of units."""
         return {}
 
     def comparison(self, config: Config) -> Comparison | None:
-        """What compares the records of the first unit of a run with exact ones; None: they are exact."""
+        """Return what compares the first unit's records with exact ones; None: they are exact."""
         return None
 
 
@@ -101,7 +101,7 @@ class PictureSignal(Signal, PictureRecipe):
     blank: ClassVar[int] = 0
 
     def pixels(self, data: bytes, size: tuple[int, int], max_pixels: int, max_bytes: int) -> np.ndarray:
-        """What the encoder is given of a picture: uint8 (H, W, 3).
+        """Decode what the encoder is given of a picture: uint8 (H, W, 3).
 
         Args:
             data: the file. size: (height, width) in pixels. max_pixels, max_bytes: as in `decoding.load`.
@@ -114,7 +114,7 @@ class PictureSignal(Signal, PictureRecipe):
         return decoding.load(data, size, self.background, max_pixels, self.decoder, max_bytes)
 
     def footprint(self, config: Config, height: int, width: int) -> Footprint | None:
-        """What the encoder needs for pictures of height x width pixels; None: no memory of a GPU."""
+        """Return what the encoder needs for pictures of height x width pixels; None: no memory of a GPU."""
         return None
 
 

@@ -28,7 +28,7 @@ class Scan:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a snapshot is made from.
+    """The inputs of a snapshot.
 
     Attributes:
         caches: the cache of the configuration, then `bucket.caches`.
@@ -103,7 +103,7 @@ def read_inputs(config: Config, caches: list[Cache], scans: dict[str, Scan] | No
 
 
 def _options(config: Config, cache: Cache) -> dict[str, dict[str, Any]]:
-    """What decides a snapshot beside its scans. Records of other caches lie in its own."""
+    """Return what decides a snapshot besides its scans. Records of other caches lie in its own."""
     elsewhere = {"caches", "pack_mib", "pack_window"}
     bucket = config.bucket.model_dump(mode="json", exclude_defaults=True, exclude=elsewhere)
     if config.bucket.grow:

@@ -47,7 +47,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a Ray worker process needs to know; the same for every unit of a run.
+    """The settings of a Ray worker process; the same for every unit of a run.
 
     Args:
         key: a maker is reused for orders with this key.
@@ -211,7 +211,7 @@ class Cluster:
         return {"num_cpus": self._config.ray.cpus, "num_gpus": gpus}
 
     def slots(self, need: dict[str, float]) -> int:
-        """How many units the living nodes can run at the same time."""
+        """Count the units that the living nodes can run at the same time."""
         total = 0
         for node in self._ray.nodes():
             if node["Alive"]:
