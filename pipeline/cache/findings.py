@@ -40,7 +40,7 @@ class Finding:
 
 
 def damage_only(error: CacheError | OSError) -> str:
-    """What is wrong with a file, as an error of reading it says.
+    """Say what is wrong with a file, as an error of reading it says.
 
     Raises:
         AwayError, NoSpaceError, ResourceError: `error` is one, or says the same: it says nothing about the file.
@@ -70,7 +70,7 @@ def again(name: str) -> str:
 
 
 def fix_of_head(name: str) -> str:
-    """What to do about a lost head of a snapshot, which said how it was made. `latest` moves to any snapshot.
+    """Return what to do about a lost head of a snapshot, which said how it was made. `latest` moves to any snapshot.
 
     Args:
         name: points to it.

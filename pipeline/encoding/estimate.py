@@ -150,7 +150,7 @@ def wanted(scan: pa.Table, cache: Cache | None, recipes: Sequence[Recipe], table
 
 
 def _counted(scan: pa.Table, table: list[Shape]) -> Wanted:
-    """What the scan alone says: items, rejects and buckets."""
+    """Return what the scan alone says: items, rejects and buckets."""
     work, shapes = Wanted(items=scan.num_rows, unread=scan_rows.unread(scan)), np.array(table, np.int64)
     for batch in batches(scan.select(planning.SCANNED)):
         refused = batch.filter(pc.is_valid(batch.column("reject")))
@@ -170,8 +170,9 @@ def _counted(scan: pa.Table, table: list[Shape]) -> Wanted:
 def _new(
     records: pa.Table, name: str, cache: Cache | None, recipe: Recipe, refused: dict[tuple[str, str], None]
 ) -> Iterator[tuple[pa.Table, int]]:
-    """Of pieces of a work list: the rows that the cache lacks, and the number of those that it has. Rows that cannot be
-    made are added to `refused`, as (value of column `name`, reason): each once, whatever kinds of records lack it."""
+    """Divide pieces of a work list: the rows that the cache lacks, and the number of those that it has. Rows that
+    cannot be made are added to `refused`, as (value of column `name`, reason): each once, whatever kinds of records
+    lack it."""
     if cache is None:
         yield from ((batch, 0) for batch in batches(records))
         return
@@ -310,7 +311,7 @@ def _picture_bytes(pictures: Pictures, config: Config, recipe: PictureRecipe) ->
 
 @dataclass(frozen=True)
 class Speed:
-    """What a probe measured, in seconds; None if nothing could be measured.
+    """The seconds that a probe measured; None if nothing could be measured.
 
     Attributes:
         pixel_s: encoding a picture, by each of its pixels, by recipe.
@@ -505,13 +506,13 @@ def report(
 
 
 def column_lines(columns: Sequence[str]) -> list[str]:
-    """Which columns of a table have the pictures, for people."""
+    """Find which columns of a table have the pictures, for people."""
     names = " or ".join(repr(escaped(column)) for column in columns)
     return [f"pictures are taken from the column {names}"] if columns else []
 
 
 def ignored_lines(ignored: Kinds) -> list[str]:
-    """What of a source is not used, for people."""
+    """Say what of a source is not used, for people."""
     head = f"{ignored.total} files, members or captions of the source are not used:"
     return [head, *ignored.ranked().lines()] if ignored.total else []
 

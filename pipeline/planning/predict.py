@@ -48,7 +48,7 @@ _RELEASED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Data:
-    """What a step reads.
+    """The data of a step.
 
     Attributes:
         buckets: (height, width) in pixels -> global batch.

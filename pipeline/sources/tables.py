@@ -147,8 +147,8 @@ class ListingSource(FolderSource):
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a parquet file holds its pictures: in which column, whether as bytes, and whether as links. unused: other
-    columns of pictures."""
+    """The way in which a parquet file holds its pictures: in which column, whether as bytes, and whether as links.
+    unused: other columns of pictures."""
 
     column: str
     holds_bytes: bool
@@ -298,7 +298,7 @@ class ParquetSource(LinkTables):
     def _read_group(
         self, name: str, table: ParquetFile, group: int, columns: list[str], start: int, stop: int
     ) -> tuple[list[dict[str, Any]], pa.Array]:
-        """Of a row group: the values of `columns` by row, from `start` to `stop`, and all pictures."""
+        """Read, of a row group, the values of `columns` by row, from `start` to `stop`, and all pictures."""
         count = table.metadata.row_group(group).num_rows
         with self._lock:
             if self._values is None or self._values[:2] != (name, group):
@@ -319,7 +319,7 @@ class ParquetSource(LinkTables):
         return any(map(self.names_files, self.files))
 
     def names_files(self, name: str) -> bool:
-        """Whether a file is a table of pictures that are files here."""
+        """Return whether a file is a table of pictures that are files here."""
         try:
             with self._lock:
                 table, layout = self._file(name), self._layout(name)
@@ -358,7 +358,7 @@ class ParquetSource(LinkTables):
         return item
 
     def _layout(self, part: str) -> _Layout:
-        """How a file holds its pictures. Raises as `_file`, and as `_picture_column`."""
+        """Say how a file holds its pictures. Raises as `_file`, and as `_picture_column`."""
         with self._lock:
             if part not in self._layouts:
                 table = self._file(part)
@@ -658,7 +658,7 @@ def _first_name(table: ParquetFile, column: str) -> str:
 
 
 def is_file(filesystem: Filesystem, name: str, folder: str) -> bool:
-    """Whether a name in a table, relative to `folder` or absolute, is that of a file of the data."""
+    """Return whether a name in a table, relative to `folder` or absolute, is that of a file of the data."""
     try:
         return bool(filesystem.stat(filesystem.key(name, folder)))
     except (ValueError, Unreadable):
@@ -666,7 +666,7 @@ def is_file(filesystem: Filesystem, name: str, folder: str) -> bool:
 
 
 def names_picture(given: Given, name: str) -> bool:
-    """Whether a name in a listing at the top, maybe without its ending, is that of a picture of the data."""
+    """Return whether a name in a listing at the top, maybe without its ending, is that of a picture of the data."""
     folder = given.config.image_root or ""
     if extension(name) in EXTENSIONS:
         return is_file(given.filesystem, name, folder)
@@ -678,7 +678,7 @@ def names_picture(given: Given, name: str) -> bool:
 
 
 def _has_pictures(table: ParquetFile, column: str) -> bool:
-    """Whether the first values of a column are pictures, or it is not known because they are missing."""
+    """Return whether the first values of a column are pictures, or it is not known because they are missing."""
     try:
         batch = next(table.iter_batches(SNIFFED, columns=[column]), None)
         values = [] if batch is None else [_bytes_and_name(_first(_value(value)))[0] for value in batch.column(0)]
@@ -716,7 +716,7 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def _has_bytes(kind: pa.DataType) -> bool:
-    """Whether values of a type have bytes somewhere in them."""
+    """Return whether values of a type have bytes somewhere in them."""
     if pa.types.is_struct(kind):
         return any(_has_bytes(kind.field(i).type) for i in range(kind.num_fields))
     inner = getattr(kind, "value_type", None)
@@ -735,7 +735,7 @@ def _size(table: ParquetFile, group: int, column: str) -> int:
 
 
 def _nulls(table: ParquetFile, column: str) -> bool:
-    """Whether a row may hold no bytes (and so name a file)."""
+    """Return whether a row may hold no bytes (and so name a file)."""
     for group in range(table.metadata.num_row_groups):
         for path, chunk in _columns(table, group, column):
             inner = path.removeprefix(column)

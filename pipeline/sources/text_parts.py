@@ -53,7 +53,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def _is_sentence(text: str) -> bool:
-    """Whether an entry reads as a caption: a full stop, an article, a list of its own, or many words."""
+    """Return whether an entry reads as a caption: a full stop, an article, a list of its own, or many words."""
     text = text.strip()
     words = text.lower().split()
     wide = sum("\u3040" <= character <= "\u9fff" for character in text)  # Chinese and Japanese have no spaces

@@ -38,7 +38,7 @@ def prefixes(cache: Cache, head: Head) -> list[str]:
 
 
 def since(config: Config, cache: Cache, document: Document, newest: str | None) -> list[str]:
-    """What differs between a checkpoint and a run that would begin now.
+    """Say what differs between a checkpoint and a run that would begin now.
 
     Args:
         newest: the snapshot that it would be trained on; None: there is none.

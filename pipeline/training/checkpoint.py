@@ -110,7 +110,7 @@ class Resumed(NamedTuple):
 
     @property
     def began_from(self) -> dict[str, Any] | None:
-        """As in the documents of the run."""
+        """Return it as the documents of the run have it."""
         before = self.document.began_from
         if not self.begins:
             return before
@@ -157,7 +157,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has failed on this process. Not collective; `wait` raises the error."""
+        """Return whether the save in flight has failed on this process. Not collective; `wait` raises the error."""
         return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
 
     def save(
@@ -469,7 +469,7 @@ def _of_another_model(
 
 
 def _by_section(part: dict[str, Any] | None) -> dict[str, Any]:
-    """What is trained of a model, by the section of `train` that says it; empty: all of it."""
+    """Return what is trained of a model, by the section of `train` that says it; empty: all of it."""
     if part is None:
         return {}
     kind = part["kind"]
@@ -630,7 +630,7 @@ def as_trained(config: Config, earlier: dict[str, Any]) -> Config:
 
 
 def other_drawing(config: Config, trained: Config) -> list[str]:
-    """What `as_trained` has changed, in words: `train.flow.shift 3.0, not 1.0`."""
+    """Say what `as_trained` has changed, in words: `train.flow.shift 3.0, not 1.0`."""
     names = ("train.flow.shift", "train.residual", "train.recipe")
     given, taken = config.model_dump(), trained.model_dump()
     values = [(name, value_at(taken, name), value_at(given, name)) for name in names]

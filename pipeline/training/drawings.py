@@ -115,7 +115,7 @@ class Drawings:
         return flow
 
     def _is_done(self) -> bool:
-        """Whether an earlier attempt drew after the step that this attempt starts from. On the first process."""
+        """Return whether an earlier attempt drew after the step that this attempt starts from. On the first process."""
         step = self.run.done
         if self.journal is None or not self.journal.has_pictures(step):
             return False

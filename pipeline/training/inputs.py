@@ -43,7 +43,7 @@ _CAPTIONS = 8
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads from the cache.
+    """The parts of the cache that a run reads.
 
     Attributes:
         heldout: the samples that it is validated on. old_heldout: those of them that an earlier run was validated on,
