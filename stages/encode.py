@@ -152,7 +152,7 @@ def dry_run(
         source, work, config = survey.source, survey.work, survey.config
         sizes, times = estimate.sizes(work, config, caption_of(survey.recipes), survey.count_rows), None
         if probe:
-            speed = estimate.probe(work, config, source, survey.recipes, unit_encoder.device(config))
+            speed = estimate.probe(work, config, source, survey.recipes, unit_encoder.device(config.encode.device))
             times = estimate.times(work, sizes, speed, config, tasks)
         reserve = int(config.encode.min_free_gib * 2**30)
         free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
@@ -290,7 +290,7 @@ Lines = list[tuple[int, str]]
 def _run_prompts(
     config: Config, name: str, lines: Lines, share: tuple[int, int], engine: str, stop: Stop
 ) -> dict[str, Any]:
-    text = TextRecipe.wanted(config)
+    text = TextRecipe.wanted(signals.Encoders(config.vae, config.text), config.data, config.encode)
     cache = Cache.of(config, create=True)
     copies.repair_all(cache.files)
     cache.files.sweep()
@@ -351,7 +351,7 @@ def _run(
     asked: tuple[str, Lines] | None,
 ) -> dict[str, Any]:
     config = reading.config
-    recipes = signals.recipes(config)
+    recipes = signals.recipes(signals.Encoders(config.vae, config.text), config.data, config.encode)
     table = buckets.table(config.data, compression(recipes))
     cache = Cache.of(config, create=True)
     copies.repair_all(cache.files)
@@ -521,8 +521,8 @@ def _noun(recipe: Recipe) -> str:
 def _plan_images(run: EncodeRun, recipe: PictureSignal, work: pa.Table) -> list[WorkPlan]:
     fitting = None  # with Ray the pictures are encoded on other machines
     if run.engine == "local":
-        footprint = partial(recipe.footprint, run.config)
-        fitting = image_batch.fitting(footprint, lambda: unit_encoder.device(run.config))
+        footprint = partial(recipe.footprint, signals.Encoders(run.config.vae, run.config.text))
+        fitting = image_batch.fitting(footprint, lambda: unit_encoder.device(run.config.encode.device))
     return planning.plan_images(run.cache, recipe, work, run.config.encode, fitting)
 
 
@@ -570,7 +570,9 @@ def _encode(
         click.echo(line)
 
     if not idle and run.engine == "local":
-        unit_encoder.device(run.config, click.echo)  # a GPU that cannot be used shows before the models are read
+        unit_encoder.device(
+            run.config.encode.device, click.echo
+        )  # a GPU that cannot be used shows before the models are read
 
     def missing(plans: list[WorkPlan]) -> Work:
         return [] if idle else missing_units(cache, plans)

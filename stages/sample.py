@@ -131,7 +131,7 @@ def run(
             }
             for each, hit in zip(drawn, hits, strict=True)
         ]
-        sheet = publish(config, latents, rows, stored, work, out, SourcePictures(config, cache))
+        sheet = publish(config, latents, rows, stored, work, out, SourcePictures(config.data, cache))
     return Result(sheet, len(drawn), sum(hits))
 
 

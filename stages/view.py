@@ -55,7 +55,7 @@ def run(
         names = {other: ": ".join(opened.source_item(other)) for other, _ in alike.pictures}
         values["near"] = [{"row": other, "item": names[other], "bits": bits} for other, bits in alike.pictures]
         values["too_little_detail"] = {"this": alike.is_flat, "others": alike.flat}
-    photos = SourcePictures(config, cache)
+    photos = SourcePictures(config.data, cache)
     values["readable"] = photos.data(values["source"], values["item"]) is not None
     rows = [*_rows(values), *((kind, _record(values[kind])) for kind in opened.pictures)]
     if out is not None:

@@ -700,7 +700,7 @@ def test_new_prompts_are_drawn_as_in_training(
         captions[1:],
         from_bits(null[:valid]).float(),
         sampling.prompt_noise(PROMPTS[1:2], tuple(drawn[1].shape), trained.config.sample.seed),
-        replace(sampling.Sampling.of(trained.config), steps=2),
+        replace(sampling.Sampling.of(trained.config.sample, trained.config.train.flow.shift), steps=2),
     )
     torch.testing.assert_close(drawn[1], alone[0], rtol=1e-4, atol=1e-4)
 
@@ -815,7 +815,7 @@ def test_a_picture_that_cannot_be_had_leaves_a_gap(
     monkeypatch.setattr(reading, "reopen", lambda *_: source)
     places = pa.table({"item": ["a.png"], "part": [None], "where": [None], "digest": [None]})
     cache = Mock(**{"table.return_value": places, "last_scan.return_value": {"table": ""}})
-    photos = reading.SourcePictures(trained.config, cache)
+    photos = reading.SourcePictures(trained.config.data, cache)
     assert [photos.cropped("photos", "a.png", (48, 80)) for _ in range(2)] == [None, None]
     assert source.read.call_count == asked
 

@@ -28,6 +28,7 @@ from pipeline.models import encoders
 from pipeline.models.sana import SanaTransformer
 from pipeline.reporting import run_pictures
 from pipeline.reporting.run_pictures import Drawing, Watcher
+from pipeline.signals import Encoders
 from pipeline.signals.latent import LatentRecipe
 from pipeline.training import lock
 from tests.support.drawings import draw
@@ -44,7 +45,7 @@ def config(make_config: MakeConfig, tmp_path: Path) -> Config:
 
 @pytest.fixture
 def recipe(config: Config) -> LatentRecipe:
-    return LatentRecipe.wanted(config)
+    return LatentRecipe.wanted(Encoders(config.vae, config.text), config.data, config.encode)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from pipeline.encoding import image_batch, scan_rows
 from pipeline.encoding import plan as planning
 from pipeline.encoding.plan import Fitting, images_of_batch
 from pipeline.images import buckets, decoding
-from pipeline.signals import CaptionSignal, PictureEncoder, PictureSignal
+from pipeline.signals import CaptionSignal, Encoders, PictureEncoder, PictureSignal
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import escaped
 from pipeline.sources.reject_kinds import Kinds
@@ -341,7 +341,7 @@ def probe(
     Raises:
         UserError: the encoders cannot be loaded, or their output is wrong.
     """
-    text = caption_of(recipes)
+    text, encoders = caption_of(recipes), Encoders(config.vae, config.text)
     assert isinstance(text, CaptionSignal)
     pixel_s: dict[PictureSignal, float] = {}
     decoded: list[float] = []
@@ -349,18 +349,18 @@ def probe(
     token_s = None
     if work.captions:
         began = time.monotonic()
-        encoder: Any = text.encoder(config, device)
+        encoder: Any = text.encoder(encoders, device)
         load_s += time.monotonic() - began
         token_s, texts = _probe_text(encoder, work, config, began + load_s + budget_s / 3)
         del encoder
     new = {recipe: each for recipe, each in work.pictures.items() if each.sizes}
     for recipe, pictures in new.items():
         began = time.monotonic()
-        encoder = recipe.encoder(config, device)
+        encoder = recipe.encoder(encoders, device)
         loaded = time.monotonic()
         load_s += loaded - began
         [(shape, _)] = pictures.sizes.most_common(1)
-        fitting = image_batch.fitting(partial(recipe.footprint, config), lambda: device)
+        fitting = image_batch.fitting(partial(recipe.footprint, encoders), lambda: device)
         places = pictures.first[shape]
         end = loaded + budget_s * 2 / 3 / len(new)
         seconds, count = probe_images(encoder, source, places, shape, config, recipe, end, decoded, fitting)

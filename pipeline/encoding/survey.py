@@ -76,7 +76,7 @@ def survey(
     """
     source, reading = opened(config, data, name, format)
     config = reading.config
-    recipes = signals.recipes(config)
+    recipes = signals.recipes(signals.Encoders(config.vae, config.text), config.data, config.encode)
     table = buckets.table(config.data, compression(recipes))
     cache = Cache.if_there(config)
     if cache is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pipeline.config import Config
+from pipeline.config import SampleConfig
 
 if TYPE_CHECKING:
     from diffusers import DPMSolverMultistepScheduler
@@ -79,8 +79,8 @@ class Sampling:
     batch: int | None = None
 
     @classmethod
-    def of(cls, config: Config, batch: int | None = None) -> Sampling:
-        return cls(config.sample.steps, config.sample.guidance, config.train.flow.shift, batch)
+    def of(cls, settings: SampleConfig, flow_shift: float, batch: int | None = None) -> Sampling:
+        return cls(settings.steps, settings.guidance, flow_shift, batch)
 
 
 @torch.no_grad()

@@ -135,7 +135,8 @@ def _draw(
 ) -> torch.Tensor:
     """(N, C, h, w) latents on the CPU, in the precision of the model's parameters."""
     rows = [each.to(next(model.parameters())) for each in rows]
-    return sample(model, rows, null, noise, Sampling.of(config, config.train.drawn_at_once), controls).cpu()
+    settings = Sampling.of(config.sample, config.train.flow.shift, config.train.drawn_at_once)
+    return sample(model, rows, null, noise, settings, controls).cpu()
 
 
 def nearest(drawn: list[DrawnLatent]) -> list[bool]:

@@ -12,7 +12,7 @@ from pipeline.cache.recipes import Recipe
 from pipeline.config import Config
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
-from pipeline.signals import Signal
+from pipeline.signals import Encoders, Signal
 from pipeline.signals.latent import compression
 from pipeline.snapshots.join import BucketTable, EncodedRecords, Resolution
 
@@ -154,7 +154,8 @@ def _recipes(config: Config, scans: dict[str, Scan]) -> tuple[list[Recipe], dict
 
 def _check_settings(config: Config, recipes: list[Recipe]) -> None:
     """Refuse settings of the encoders that differ from the cache's."""
-    pairs = [pair for one in recipes if isinstance(one, Signal) for pair in one.settings(config).items()]
+    sections = Encoders(config.vae, config.text), config.data, config.encode
+    pairs = [pair for one in recipes if isinstance(one, Signal) for pair in one.settings(*sections).items()]
     different = [f"{key}: configuration {ours!r}, cache {theirs!r}" for key, (ours, theirs) in pairs if ours != theirs]
     if different:
         raise CacheError(
