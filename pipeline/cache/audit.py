@@ -23,20 +23,17 @@ from pipeline.cache.cache import Cache
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.files import Files
 from pipeline.cache.findings import (
-    BUCKET,
-    ENCODE,
     GC,
-    PROMPTS,
     Finding,
     Replaced,
-    again,
+    bucket_command,
     damage_only,
     named_snapshots,
     recipe_names,
     skip_damaged,
 )
 from pipeline.cache.keys import as_keys, binary, fixed
-from pipeline.cache.layout import PACKED, REPAIR, Paths, is_document
+from pipeline.cache.layout import REPAIR, Paths, is_document
 from pipeline.cache.recipes import recipe_class
 from pipeline.cache.references import Reference, references, tables_of_head
 from pipeline.cache.snapshot import Head, RecordPlace, Snapshot, TextPlace, check_files
@@ -64,7 +61,8 @@ def verify_documents(cache: Cache, on_file_read: OnFileRead = lambda size: None)
         if pair.document:
             files.damage.setdefault(name, pair.document)
             reported.add(name)
-            yield Finding(name, pair.document + ("" if pair.data is None else "; its copy is right"))
+            state = f"; {pair.copy}" if pair.data is None and pair.copy != pair.document else ""
+            yield Finding(name, pair.document + ("; its copy is right" if pair.data is not None else state))
         elif pair.copy:
             reported.add(name)
             yield Finding(Paths.copy(name), pair.copy)
@@ -359,7 +357,7 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
         if bad := sum(map(len, referred_keys(snapshot, replaced))) if any(replaced.values()) else 0:
             if snapshot.id in named:
-                fix = f"{again(named[snapshot.id])} --move"
+                fix = bucket_command(named[snapshot.id], head)
                 yield Finding(name, f"refers to {bad} damaged records that were made again since", fix=fix)
             return
         check_files(cache.files, head)
@@ -371,14 +369,6 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[
             return  # `_verify_tables` reports it, with the command that makes it again
         pointing = named.get(PurePosixPath(name).stem)
         yield Finding(name, damage_only(error), fix=(error.fix or REPAIR) if pointing is not None else GC)
-
-
-def rebuild_command(name: str) -> str:
-    """The command that makes the data of a lost document again."""
-    folder, _, rest = name.partition("/")
-    if rest.startswith(PACKED):
-        return f"{BUCKET} --pack"
-    return {"snapshots": BUCKET, "names": BUCKET, "prompts": PROMPTS}.get(folder, ENCODE)
 
 
 def referred_keys(snapshot: Snapshot, records: Mapping[str, Collection[bytes]]) -> Iterator[np.ndarray]:

@@ -413,7 +413,12 @@ class Files:
             try:
                 body = self.parse(name, data := self.read(Paths.copy(name)))
             except IntegrityError:
-                raise error from None
+                copy, way_out = Paths.copy(name), layout.way_out(name)
+                lost = not self.has_file(name) and not self.has_file(copy)
+                raise IntegrityError(
+                    f"{error.what}, and its copy {self.where(copy)} is lost or damaged, too",
+                    fix=way_out if lost else f"{layout.REPAIR}, then {way_out}",
+                ) from None
             if name not in self.damage:
                 self.damage[name] = error.what
                 state = "the document was restored" if self.repairs else f"to restore it: {layout.REPAIR}"

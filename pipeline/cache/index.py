@@ -140,17 +140,6 @@ def adopted_unit(recipe: str, shard: str) -> str:
     return layout.digest("adopted", recipe, shard).hex()
 
 
-def unit_of(recipe: str, shard: str, named: str, is_known: Callable[[str], bool]) -> str:
-    """The id that the unit of a shard has in this cache.
-
-    Args:
-        named: by the shard's head; of an adopted shard that is its unit in the other cache.
-        is_known: whether a unit is planned or committed here.
-    """
-    adopted = adopted_unit(recipe, shard)
-    return adopted if is_known(adopted) else named
-
-
 def committed(files: Files, recipe: str, plan: int) -> set[str]:
     """The committed units of a plan."""
     if files.exists(Paths.segment(recipe, plan)):

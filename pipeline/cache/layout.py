@@ -99,6 +99,18 @@ REPAIR = "sana-pipe verify --repair"
 """The command that repairs a damaged cache."""
 
 
+ENCODE, BUCKET, PROMPTS = "sana-pipe encode --data DIR", "sana-pipe bucket", "sana-pipe encode --prompts FILE"
+
+
+def way_out(name: str) -> str:
+    """The command that makes again what a document was for, once the document is lost with its copy."""
+    folder, _, rest = name.partition("/")
+    if rest.startswith(PACKED):
+        return f"{BUCKET} --pack"
+    snapshot = f"{BUCKET} --name NAME --move, with the settings that it was made with"
+    return {"snapshots": snapshot, "names": BUCKET, "prompts": PROMPTS}.get(folder, ENCODE)
+
+
 def is_document(name: str) -> bool:
     """Return whether a file is a document, which is stored twice."""
     return name == Paths.FORMAT or (name.partition("/")[0] in DOCUMENTS and name.endswith(".json"))

@@ -177,8 +177,8 @@ class TableList(Sequence[T]):
         except IntegrityError as error:
             try:
                 data = files.mapped(Paths.copy(name), self.entry.table, mirrored=True)
-            except IntegrityError:
-                raise error from None
+            except IntegrityError as of_copy:
+                raise IntegrityError(f"{error.what}; {of_copy.what}", fix=layout.REPAIR) from None
         return ipc_table(data)
 
     @cached_property
