@@ -292,11 +292,7 @@ class DataConfig(_Section):
     text file beside a picture."""
     caption_scores: dict[str, str] = {}
     """The score column of a caption column, such as `{long: clip}`: captions are then drawn by Sana's rule for CLIP
-    scores (see pipeline/sources/caption_columns.py)."""
-    score_threshold: Annotated[float, Field(ge=0)] = 25.0
-    """Sana's rule: captions with a lower score are not drawn; if all scores are lower, the best caption is."""
-    score_power: Annotated[float, Field(ge=0)] = 10.0
-    """Sana's rule: captions are drawn in proportion to score to this power."""
+    scores: in proportion to score^10, and none below 25, unless all are; then the best is."""
     caption: str | None = None
     """The caption of pictures without one. none: the empty caption. filename: the file's name without its ending.
     folder: the name of its folder (underscores become spaces in both; of kohya's `10_sks dog` it is `sks dog`). null:
@@ -304,8 +300,6 @@ class DataConfig(_Section):
     caption_prefix: str = ""
     """Text put before every caption, as written (with its spaces). Where a caption has `[trigger]`, the words of
     this text take its place, and nothing is put before it."""
-    caption_suffix: str = ""
-    """Text put after every caption, as written (with its spaces)."""
     caption_parts: Literal["auto", "captions", "tags"] = "auto"
     """What the lines of a text and the entries of a list are. captions: a caption each. tags: tags, which are joined
     with commas into one caption. auto: a text is one caption, with its line breaks; a list of tags is one caption, a
@@ -1439,7 +1433,7 @@ def setting(option: str, *values: Any) -> str:
     return alternatives("--set", (f"{option}={on_one_line(value)}" for value in values))
 
 
-WITH_SPACES = ("caption_prefix", "caption_suffix")
+WITH_SPACES = ("caption_prefix",)
 """Options whose text may begin or end with spaces."""
 
 
