@@ -388,17 +388,6 @@ class StorageConfig(_Section):
         return {"latent": word, "text": word}
 
 
-class RayConfig(_Section):
-    """Resources of one unit as a Ray task (`--engine ray`)."""
-
-    cpus: Annotated[float, Field(ge=0)] = 1.0
-    """CPUs of a task."""
-    gpus: Annotated[float, Field(ge=0)] | None = None
-    """GPUs of a task; null: 1 if the cluster has GPUs and encode.device is not cpu, else 0."""
-    retries: NotNegative = 10
-    """Limit on nodes and processes lost while running one unit."""
-
-
 class EncodeConfig(_Section):
     """How encoding is divided into units and run. Only `storage` is part of the recipe. Batch sizes are part of the
     plan, so a unit's bytes do not depend on the process that encodes it."""
@@ -438,14 +427,6 @@ class EncodeConfig(_Section):
     """Seconds without a sign of life after which idle processes take over a worker's unit."""
     grace_s: Annotated[float, Field(ge=0)] = 20.0
     """Seconds that the current unit may take after SIGTERM, SIGUSR1 or SIGHUP; then it is dropped at its next batch."""
-    min_free_gib: Annotated[float, Field(ge=0)] = 1.0
-    """GiB that stay free on the cache's disk beside the next unit; below that, encoding pauses."""
-    low_disk_wait_s: Annotated[float, Field(ge=0)] = 3600.0
-    """Seconds to wait for disk space before encoding ends with an error; 0: do not wait."""
-    trackers: list[Tracker] = []
-    """Where metrics go beside the rows in the cache's `reports/`, by accelerate's names: one run for each process."""
-    ray: RayConfig = RayConfig()
-    """Resources of a Ray task."""
 
 
 class SourceConfig(_Section):
