@@ -452,7 +452,7 @@ def encode(config: Config, dry_run: bool, probe: bool, **options: Any) -> Any:
     After SIGTERM, SIGUSR1 or SIGHUP the shards at hand are finished within encode.grace_s or dropped, and the exit
     code is 0; the same command continues.
 
-    Encoding waits for disk space for encode.low_disk_wait_s; --dry-run ends with 6 if there is too little.
+    Encoding waits up to an hour for disk space; --dry-run ends with 6 if there is too little.
     """
     asked = {name: options.pop(name) for name in ("prompts", "prompts_name")}
     prompts = asked["prompts"]

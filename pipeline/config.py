@@ -278,11 +278,7 @@ class DataConfig(_Section):
     text file beside a picture."""
     caption_scores: dict[str, str] = {}
     """The score column of a caption column, such as `{long: clip}`: captions are then drawn by Sana's rule for CLIP
-    scores (see pipeline/sources/caption_columns.py)."""
-    score_threshold: Annotated[float, Field(ge=0)] = 25.0
-    """Sana's rule: captions with a lower score are not drawn; if all scores are lower, the best caption is."""
-    score_power: Annotated[float, Field(ge=0)] = 10.0
-    """Sana's rule: captions are drawn in proportion to score to this power."""
+    scores: in proportion to score^10, and none below 25, unless all are; then the best is."""
     caption: str | None = None
     """The caption of pictures without one. none: the empty caption. filename: the file's name without its ending.
     folder: the name of its folder (underscores become spaces in both; of kohya's `10_sks dog` it is `sks dog`). null:
@@ -290,8 +286,6 @@ class DataConfig(_Section):
     caption_prefix: str = ""
     """Text put before every caption, as written (with its spaces). Where a caption has `[trigger]`, the words of
     this text take its place, and nothing is put before it."""
-    caption_suffix: str = ""
-    """Text put after every caption, as written (with its spaces)."""
     caption_parts: Literal["auto", "captions", "tags"] = "auto"
     """What the lines of a text and the entries of a list are. captions: a caption each. tags: tags, which are joined
     with commas into one caption. auto: a text is one caption, with its line breaks; a list of tags is one caption, a
@@ -380,17 +374,6 @@ class StorageConfig(_Section):
         return {"latent": word, "text": word}
 
 
-class RayConfig(_Section):
-    """Resources of one unit as a Ray task (`--engine ray`)."""
-
-    cpus: Annotated[float, Field(ge=0)] = 1.0
-    """CPUs of a task."""
-    gpus: Annotated[float, Field(ge=0)] | None = None
-    """GPUs of a task; null: 1 if the cluster has GPUs and encode.device is not cpu, else 0."""
-    retries: NotNegative = 10
-    """Limit on nodes and processes lost while running one unit."""
-
-
 class EncodeConfig(_Section):
     """How encoding is divided into units and run. Only `storage` is part of the recipe. Batch sizes are part of the
     plan, so a unit's bytes do not depend on the process that encodes it."""
@@ -430,14 +413,6 @@ class EncodeConfig(_Section):
     """Seconds without a sign of life after which idle processes take over a worker's unit."""
     grace_s: Annotated[float, Field(ge=0)] = 20.0
     """Seconds that the current unit may take after SIGTERM, SIGUSR1 or SIGHUP; then it is dropped at its next batch."""
-    min_free_gib: Annotated[float, Field(ge=0)] = 1.0
-    """GiB that stay free on the cache's disk beside the next unit; below that, encoding pauses."""
-    low_disk_wait_s: Annotated[float, Field(ge=0)] = 3600.0
-    """Seconds to wait for disk space before encoding ends with an error; 0: do not wait."""
-    trackers: list[Tracker] = []
-    """Where metrics go beside the rows in the cache's `reports/`, by accelerate's names: one run for each process."""
-    ray: RayConfig = RayConfig()
-    """Resources of a Ray task."""
 
 
 class SourceConfig(_Section):
@@ -1391,7 +1366,7 @@ def setting(option: str, *values: Any) -> str:
     return alternatives("--set", (f"{option}={on_one_line(value)}" for value in values))
 
 
-WITH_SPACES = ("caption_prefix", "caption_suffix")
+WITH_SPACES = ("caption_prefix",)
 """Options whose text may begin or end with spaces."""
 
 

@@ -41,13 +41,12 @@ from pipeline.encoding.rejects import Rejects
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import NoSpaceError, UserError
 from pipeline.images import buckets
-from pipeline.metrics import trackers
 from pipeline.signals import PictureSignal
 from pipeline.signals.latent import compression
 from pipeline.signals.text import TextRecipe
 from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Source
-from pipeline.work import claims, ray_engine
+from pipeline.work import claims, disk_space, ray_engine
 from pipeline.work.engine import Work, Worker, make_units, missing_units
 from pipeline.work.progress import Meter, Progress
 from pipeline.work.progress_rows import ProgressRows
@@ -96,7 +95,6 @@ def run(
         try:
             with stop.signals():
                 share = _tasks(task_index, task_count, engine)
-                trackers.check(config.encode.trackers, "encode.trackers")
                 prompt_sets.check_prompts_name(prompts_name)
                 asked = None if prompts is None else (prompts_name, prompting.read(prompts, config.patience_s))
                 if data is None:
@@ -154,9 +152,8 @@ def dry_run(
         if probe:
             speed = estimate.probe(work, config, source, survey.recipes, unit_encoder.device(config.encode.device))
             times = estimate.times(work, sizes, speed, config, tasks)
-        reserve = int(config.encode.min_free_gib * 2**30)
         free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
-        report = estimate.report(source, work, sizes, free, reserve, times)
+        report = estimate.report(source, work, sizes, free, disk_space.RESERVE, times)
         taken = understanding.of(source, survey.scan, config.data)
         fit = [
             *taken.lines(config.data, caption_of(survey.recipes).normalisation),
@@ -192,7 +189,9 @@ class _TextRun:
         """The metrics of this process, which are closed at the end of the block."""
         name, worker = ", ".join(self.sources) or "prompts", self.worker
         places = self.cache.files.reports, self.cache.place
-        return closing(ProgressRows(self.config, *places, name, worker.task, worker.tasks, retrying.log))
+        return closing(
+            ProgressRows(self.config.metrics.textfile, *places, name, worker.task, worker.tasks, retrying.log)
+        )
 
 
 @dataclass(frozen=True)

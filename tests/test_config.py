@@ -297,10 +297,9 @@ def test_a_setting_in_a_message_means_its_value_when_pasted(value: str | None) -
     assert load("tiny", [words[1]]).text.revision == value
 
 
-@pytest.mark.parametrize("option", ["data.caption_prefix", "data.caption_suffix"])
 @pytest.mark.parametrize("value", [" sks, ", "' sks, '", '" sks, "'])
-def test_the_spaces_around_a_caption_are_kept(option: str, value: str) -> None:
-    assert getattr(load("tiny", [f"{option}={value}"]).data, option.partition(".")[2]) == " sks, "
+def test_the_spaces_around_a_prefix_are_kept(value: str) -> None:
+    assert load("tiny", [f"data.caption_prefix={value}"]).data.caption_prefix == " sks, "
     assert load("tiny", ["data.caption= 5 dogs "]).data.caption == "5 dogs"
 
 

@@ -323,7 +323,7 @@ def test_an_unchanged_tar_is_not_listed_again_and_its_bytes_are_found(
     assert (done["images"], done["captions"], listed) == (1, 1, ["1.tar"])
     # another rule for captions lists all of them again, and reads no picture
     monkeypatch.setattr(TarSource, "read", lambda self, key: 1 / 0)
-    other = config.model_copy(update={"data": config.data.model_copy(update={"score_threshold": 1.0})})
+    other = config.model_copy(update={"data": config.data.model_copy(update={"caption_prefix": "x"})})
     listed.clear()
     assert stages.encode.run(other, data=str(tars))["images"] == 0
     assert listed == ["0.tar", "1.tar"]

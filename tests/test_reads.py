@@ -55,7 +55,7 @@ def test_an_option_that_the_command_does_not_read_is_refused(command: str, given
         ("train", "mirror.gib=2"),
         ("bucket", "bucket.pack_mib=8"),
         ("bucket", "bucket.sources.photos.weight=2"),
-        ("encode", "encode.ray.cpus=2"),
+        ("encode", "encode.workers=2"),
         ("encode", "encode.storage=int8"),
         ("verify", "encode.device=cpu"),
         ("gc", "cache=elsewhere"),

@@ -29,7 +29,7 @@ from pipeline import retrying
 from pipeline.cache import scratch
 from pipeline.config import DataConfig
 from pipeline.errors import AwayError, UserError
-from pipeline.sources import detect, formats, metadata_files, tables
+from pipeline.sources import caption_columns, detect, formats, metadata_files, tables
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
@@ -847,7 +847,7 @@ def test_json_with_a_longer_name_belongs_to_the_pictures_with_the_longest_beginn
         assert (len(items), len(rejects), source.ignored.total) == (count, 0, 0)
 
 
-def test_weights_and_scores_of_columns(tmp_path: Path) -> None:
+def test_weights_and_scores_of_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.png").write_bytes(b"")
     (tmp_path / "a.txt").write_text("from the file")
     (tmp_path / "metadata.jsonl").write_text(
@@ -862,8 +862,9 @@ def test_weights_and_scores_of_columns(tmp_path: Path) -> None:
     scored = {"caption_weights": {"long": 1.0}, "caption_scores": {"long": "clip"}}
     weights = dict(listed(opened(tmp_path, **scored))[0]["a.png"].captions)
     assert weights["l1."] / weights["l2."] == pytest.approx((26 / 30) ** 10)
-    assert texts(listed(opened(tmp_path, **scored, score_threshold=31.0))[0]["a.png"]) == ["l2."]
-    assert texts(listed(opened(tmp_path, **scored, score_threshold=28.0))[0]["a.png"]) == ["l2."]
+    for threshold in (31.0, 28.0):
+        monkeypatch.setattr(caption_columns, "SCORE_THRESHOLD", threshold)
+        assert texts(listed(opened(tmp_path, **scored))[0]["a.png"]) == ["l2."]
 
 
 # --- detection -----------------------------------------------------------------------------------------------------

@@ -476,7 +476,7 @@ def report(
 
     Args:
         free: free bytes; None if the store does not say.
-        reserve: bytes that must stay free (`encode.min_free_gib`).
+        reserve: bytes that must stay free (`disk_space.RESERVE`).
         time_estimate: from `times`; None if nothing was probed.
     """
     pictures = work.pictures.items()

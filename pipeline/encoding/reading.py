@@ -30,11 +30,8 @@ from pipeline.options import put, value_at, within
 GROUPS = (
     ("caption_field", "caption_weights"),
     ("caption_scores",),
-    ("score_threshold",),
-    ("score_power",),
     ("caption",),
     ("caption_prefix",),
-    ("caption_suffix",),
     ("caption_parts",),
     ("tags",),
     ("image_field",),

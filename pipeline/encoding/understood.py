@@ -555,7 +555,7 @@ def _has_caption(scan: pa.Table, data: DataConfig, source: str) -> pa.ChunkedArr
             filled = pc.if_else(there, captions, pa.scalar([{"text": "", "weight": 0.0}], captions.type))
             texts = pc.struct_field(pc.list_element(filled, 0), "text")
             default = _default(batch.column("item"), data, source)
-            wrapped = pc.binary_join_element_wise(data.caption_prefix, default, data.caption_suffix, "")
+            wrapped = pc.binary_join_element_wise(data.caption_prefix, default, "")
             there = pc.and_(there, pc.not_equal(texts, wrapped))
         chunks += there.chunks
     return pa.chunked_array(chunks, pa.bool_())

@@ -148,7 +148,7 @@ class UnitEncoder:
             pairs = [(plan, unit), *self._pairs(plan, unit)]
             return sum(estimate.unit_bytes(self.cache, *pair) for pair in pairs)
 
-        return DiskSpace(self.cache, self.config.encode, unit_bytes, sleep)
+        return DiskSpace(self.cache, unit_bytes, sleep)
 
     def _batches(
         self,

@@ -2,9 +2,9 @@
 
 Data sets have several captions per picture (short, long, of different captioners). Choosing one per visit is worth more
 than choosing one for good, so a cache holds all of them. The weight of a column is its share (Sana's `proportion`),
-which the entries of a list share. Candidates with scores (Sana's `clipscore`) that reach `threshold` are drawn in
-proportion to weight * score ** `power`; if none does, the best alone. One without a score is never drawn beside scored
-ones. What is never drawn is not encoded, and counted.
+which the entries of a list share. Candidates with scores (Sana's `clipscore`) of at least `SCORE_THRESHOLD` are
+drawn in proportion to weight * score ** `SCORE_POWER`; if all are lower, the best alone. One without a score is never
+drawn beside scored ones. What is never drawn is not encoded, and counted.
 """
 
 from __future__ import annotations
@@ -62,6 +62,12 @@ _SURE = ("caption", "captions", "text", "texts", "prompt", "prompts", "descripti
 _TURNS = {"from", "role"}
 """Columns of the objects of a conversation, of which questions are a part."""
 
+SCORE_THRESHOLD = 25.0
+"""Captions with a lower score are not drawn; if all scores are lower, the best caption is (Sana's `clip_thr`)."""
+
+SCORE_POWER = 10.0
+"""Captions are drawn in proportion to their score to this power (one over Sana's `clip_thr_temperature`)."""
+
 TEXT_FILE = "txt"
 """In a list of columns: the text file beside a picture, or the .txt member of a tar."""
 
@@ -101,8 +107,8 @@ class PictureCaptions:
 
 
 _DECISIVE = (
-    *("caption_field", "caption_weights", "caption_scores", "score_threshold", "score_power"),
-    *("caption", "caption_prefix", "caption_suffix", "caption_parts", "tags"),
+    *("caption_field", "caption_weights", "caption_scores"),
+    *("caption", "caption_prefix", "caption_parts", "tags"),
 )
 """Options of `data` that decide the captions."""
 
@@ -342,10 +348,9 @@ class CaptionRule:
             if weight > 0:
                 weights[candidate.text] = max(weight, weights.get(candidate.text, 0.0))
         drawn = self._with_variants(weights, key, source) if self.config.tags else weights
-        before, after = self.config.caption_prefix, self.config.caption_suffix
         captions = dict[str, float]()  # texts that are equal once a place has the trigger word count as any equal texts
         for text, weight in drawn.items():
-            made = f"{with_prefix(text, before)}{after}"
+            made = with_prefix(text, self.config.caption_prefix)
             captions[made] = max(weight, captions.get(made, 0.0))
         return tuple(captions.items()), len({candidate.text for candidate in candidates} - set(weights))
 
@@ -365,14 +370,14 @@ class CaptionRule:
         if not scores:
             return [candidate.weight for candidate in candidates]
         best = max(scores)
-        if best < self.config.score_threshold:  # the best alone; the first of equals
+        if best < SCORE_THRESHOLD:  # the best alone; the first of equals
             first = next(i for i, candidate in enumerate(candidates) if candidate.score == best)
             return [candidate.weight if i == first else 0.0 for i, candidate in enumerate(candidates)]
 
         def weight(candidate: CaptionCandidate) -> float:
-            if candidate.score is None or candidate.score < self.config.score_threshold:
+            if candidate.score is None or candidate.score < SCORE_THRESHOLD:
                 return 0.0
-            return candidate.weight * ((candidate.score / best) ** self.config.score_power if best > 0 else 1.0)
+            return candidate.weight * ((candidate.score / best) ** SCORE_POWER if best > 0 else 1.0)
 
         return [weight(candidate) for candidate in candidates]
 

@@ -107,8 +107,8 @@ def without_variants(table: pa.Table, config: DataConfig) -> list[str]:
         pictures, alone = pictures + len(items), alone + (pc.sum(single).as_py() or 0)
         several = captions.filter(pc.greater(lengths, 1)).slice(0, _LOOKED_AT - len(looked))
         looked += [each["text"] for row in several.to_pylist() for each in row]
-    before, after = config.caption_prefix, config.caption_suffix
-    if pictures and not any(tags_of(text.removeprefix(before).removesuffix(after)) for text in looked):
+    before = config.caption_prefix
+    if pictures and not any(tags_of(text.removeprefix(before)) for text in looked):
         found = f" ({example})" if example else ""
         return [f"captions: data.tags makes no variant: no caption is a list of tags, with commas between{found}"]
     return [f"captions: {alone} of {pictures} pictures get no variant by data.tags ({example})"] if alone else []

@@ -346,7 +346,9 @@ class Source(ABC):
         key, problems = place.item, [f"{where or 'its row'} {problem}" for where, problem in said.problems]
         captions, never_drawn = self.rule.weigh(said.candidates, key, self.name)
         if never_drawn:
-            self._ignore("caption that is never drawn (its score is below data.score_threshold)", never_drawn, [key])
+            self._ignore(
+                "caption that is never drawn (its score is too low, see data.caption_scores)", never_drawn, [key]
+            )
         if said.hidden is not None and not said.candidates:
             self.rule.offered.add(said.hidden)
             advice = setting("data.caption_field", said.hidden)
