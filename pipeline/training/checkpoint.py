@@ -626,12 +626,12 @@ def as_trained(config: Config, earlier: dict[str, Any]) -> Config:
     draws, whatever the file says today."""
     train = earlier["train"]
     flow = type(config.train.flow).model_validate(train["flow"])
-    return config.with_train(residual=train["residual"], recipe=train["recipe"], flow=flow)
+    return config.with_train(recipe=train["recipe"], flow=flow)
 
 
 def other_drawing(config: Config, trained: Config) -> list[str]:
     """What `as_trained` has changed, in words: `train.flow.shift 3.0, not 1.0`."""
-    names = ("train.flow.shift", "train.residual", "train.recipe")
+    names = ("train.flow.shift", "train.recipe")
     given, taken = config.model_dump(), trained.model_dump()
     values = [(name, value_at(taken, name), value_at(given, name)) for name in names]
     return [f"{name} {old}, not {new}" for name, old, new in values if old != new]

@@ -66,7 +66,7 @@ def main() -> None:
             run(kind, settings(folder, f"{kind}, {name}", parallel=parallel), launch)
         resumed = settings(folder, f"{kind}, resumed", parallel=PARALLEL["FSDP2"], activation_checkpointing="full")
         run(kind, resumed, launch, resume=folder / f"{kind}, one/checkpoints/step-00000002")
-        bf16 = {"precision": "bf16", "residual": "fp32", "activation_checkpointing": "full"}
+        bf16 = {"precision": "bf16", "activation_checkpointing": "full"}
         run(kind, settings(folder, f"{kind}, bf16", parallel=PARALLEL["FSDP2"], **bf16), launch)
 
 
