@@ -808,8 +808,6 @@ class ParallelConfig(_Section):
     offload: Literal["none", "all"] = "none"
     """all: parameters, gradients and optimizer states stay in host memory, and the optimizer runs on the CPU; a block's
     parameters are copied to the GPU when it runs."""
-    timeout_s: Positive = 600
-    """Limit in seconds on every wait for another process; a process that waits for data gets `patience_s` more."""
 
     @classmethod
     def from_word(cls, word: str) -> Any:
@@ -1122,7 +1120,7 @@ class Config(_Section):
     patience_s: Annotated[float, Field(ge=0)] = 300.0
     """Seconds to wait for storage that does not answer (of the cache or a source: object store, web server, network
     disk). It is named after some seconds, and `train` saves before it gives up. Storage that has never answered gets
-    5 s: its address is probably wrong."""
+    5 s: its address is probably wrong. Processes of a training wait for each other as long and 5 minutes more."""
     vae: VaeConfig
     """The image encoder."""
     text: TextConfig

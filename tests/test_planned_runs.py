@@ -396,12 +396,12 @@ def test_blocks_are_compiled_where_they_can_be(
 def test_a_resume_keeps_the_sizes_alone(tmp_path: Path) -> None:
     earlier = tiny_run.config()
     stored = {"train": earlier.train.model_dump()}
-    stored["train"]["parallel"] |= {"dp_shard": 1, "timeout_s": 600}
+    stored["train"]["parallel"] |= {"dp_shard": 1, "reduce_dtype": "fp32"}
     machine = Machine(gpus.card("h100"), 1 << 40, 1)
-    config = tiny_run.config(parallel={"sizes": "auto", "timeout_s": 3600, "reduce_dtype": "bf16"})
+    config = tiny_run.config(parallel={"sizes": "auto", "reduce_dtype": "bf16"})
     decided, _ = auto.decide(config, lambda: NARROW, Data({(64, 64): 6}, None, 32), machine, stored)
     parallel = decided.train.parallel
-    assert (parallel.timeout_s, parallel.reduce_dtype, parallel.dp_shard, parallel.sizes) == (3600, "bf16", 1, "given")
+    assert (parallel.reduce_dtype, parallel.dp_shard, parallel.sizes) == ("bf16", 1, "given")
 
     stored["train"]["activation_checkpointing"] = "selective"
     asked = tiny_run.config(activation_checkpointing="auto", activation_compression="int8")
@@ -411,11 +411,11 @@ def test_a_resume_keeps_the_sizes_alone(tmp_path: Path) -> None:
 
 def test_parallel_auto_leaves_the_rest_of_the_section(tmp_path: Path) -> None:
     for sets in (
-        ["train.parallel.timeout_s=60", "train.parallel=auto"],
-        ["train.parallel=auto", "train.parallel.timeout_s=60"],
+        ["train.parallel.reduce_dtype=bf16", "train.parallel=auto"],
+        ["train.parallel=auto", "train.parallel.reduce_dtype=bf16"],
     ):
         parallel = load("tiny", sets).train.parallel
-        assert (parallel.sizes, parallel.timeout_s) == ("auto", 60)
+        assert (parallel.sizes, parallel.reduce_dtype) == ("auto", "bf16")
     with pytest.raises(ConfigError, match=naming("tp_size", "offload")):
         load("tiny", ["train.parallel=auto", "train.parallel.tp_size=2", "train.parallel.offload=all"])
 

@@ -93,7 +93,7 @@ def by_age(losses: dict[str, dict[str, list[float]]]) -> dict[str, float]:
         for values in levels.values():
             for number, value in enumerate(values):
                 ages["old" if (1000 + bucket) * 1000 + number in tiny_run.OLD else "new"].append(value)
-    assert len(ages["old"]) == 4 * len(tiny_run.OLD)
+    assert len(ages["old"]) == 8 * len(tiny_run.OLD)
     return {age: float(np.mean(values)) for age, values in ages.items()}
 
 

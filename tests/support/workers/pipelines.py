@@ -228,7 +228,8 @@ def bad_number(launch: Launch, folder: Path) -> str:
 
 def stalled(launch: Launch, folder: Path) -> float:
     """Seconds until a process gives up on another one of its pipeline, which holds still with all connections open."""
-    settings = settings_of({"parallel": {**pp(dp_shard=2), "timeout_s": STALL}})
+    settings = settings_of({"parallel": pp(dp_shard=2)})
+    mesh.WAIT_S = STALL
     with mesh.open_mesh(launch, settings.train.parallel, CPU) as group:
         parallel_model = parallelize(start(settings), group, settings.train)
         began = time.monotonic()
@@ -247,7 +248,8 @@ def stalled(launch: Launch, folder: Path) -> float:
 
 def another_shape(launch: Launch, folder: Path) -> None:
     """Sabotage: the schedule of the first shape is used for the second one, too. Ends the processes."""
-    settings = settings_of({"parallel": {**pp(), "timeout_s": 10}})
+    settings = settings_of({"parallel": pp()})
+    mesh.WAIT_S = 10
     pick = Pipeline.schedule_for
 
     def first(self: Pipeline, count: int, inputs: Any) -> Any:

@@ -60,7 +60,7 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
 
 
 def main() -> None:
-    folder, launch = Path(sys.argv[1]), mesh.reopening(detect(), 60)
+    folder, launch = Path(sys.argv[1]), mesh.reopening(detect(), 0)
     for kind in KINDS:
         for name, parallel in PARALLEL.items():
             run(kind, settings(folder, f"{kind}, {name}", parallel=parallel), launch)

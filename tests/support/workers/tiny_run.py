@@ -54,7 +54,7 @@ def config(
         "trackers": [],
         "save_every": 1000,
         "optim": {"lr": 3e-4, "warmup_steps": 0, "clip": 0.1},
-        "parallel": {"timeout_s": 60},
+        "parallel": {},
     }
     for name, value in train.items():
         base[name] = {**base[name], **value} if isinstance(value, dict) and name in base else value
