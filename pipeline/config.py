@@ -19,7 +19,16 @@ from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from pipeline.errors import ConfigError, alternatives, expanded, not_permitted
@@ -58,6 +67,21 @@ def _check_recompute(mode: str) -> str:
 
 
 Recompute = Annotated[str, AfterValidator(_check_recompute), "none | full | selective | every-K | auto"]
+
+
+def _check_traced(steps: str) -> str:
+    first, _, last = steps.partition("-")
+    if not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", steps) or int(first) < 2 or (last and int(last) < int(first)):
+        raise ValueError("must be steps FIRST-LAST or one step, from 2 on: 10-12 or 10")
+    return steps
+
+
+TracedSteps = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    AfterValidator(_check_traced),
+    "FIRST-LAST",
+]
 
 
 def _check_local(path: str) -> str:
@@ -616,8 +640,6 @@ class EmaConfig(_Section):
     """Decay per step; a new average starts with (1 + step) / (10 + step) if that is less."""
     device: Literal["same", "cpu"] = "same"
     """same: beside the parameters. cpu: in host memory."""
-    every: Positive = 1
-    """Steps between updates; the decay per step stays the same."""
 
 
 class AdapterConfig(_Section):
@@ -657,8 +679,6 @@ class PreserveConfig(_Section):
     """Keep what the base knows while an adapter learns: on a share of the samples the target is the base's own
     prediction, computed with the adapter off."""
 
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of these samples' loss."""
     share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Share of the samples."""
     prompt: str | Annotated[list[str], Field(min_length=1)] | None = None
@@ -703,9 +723,6 @@ class ParallelConfig(_Section):
     null: yes where several processes share the parameters or `offload` is set, and no with a pipeline (it would gather
     again for each microbatch). One process gathers nothing, but casts its fp32 parameters to the compute dtype: no
     keeps 2 bytes per parameter and casts once per step."""
-    prefetch_blocks: Positive | None = None
-    """Blocks whose parameters are gathered ahead (the counterpart of `limit_all_gathers` of FSDP1); null: FSDP2's rule,
-    one."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are sent and summed."""
     reduce_each_microbatch: bool | None = None
@@ -718,8 +735,6 @@ class ParallelConfig(_Section):
     offload: Literal["none", "all"] = "none"
     """all: parameters, gradients and optimizer states stay in host memory, and the optimizer runs on the CPU; a block's
     parameters are copied to the GPU when it runs."""
-    timeout_s: Positive = 600
-    """Limit in seconds on every wait for another process; a process that waits for data gets `patience_s` more."""
 
     @classmethod
     def from_word(cls, word: str) -> Any:
@@ -770,10 +785,6 @@ class ValidationConfig(_Section):
     old: str | None = None
     """Samples that are in this snapshot, too, count as old, the others as new; their losses are shown apart. null: what
     the run that this one begins from was validated on."""
-    levels: Positive = 8
-    """Noise levels, equidistant: (i + 0.5) / levels."""
-    seed: NotNegative = 0
-    """Seed of the choice of samples, of their captions and noise; not `train.seed`, so that runs can be compared."""
 
 
 class PicturesConfig(_Section):
@@ -793,17 +804,6 @@ class PicturesConfig(_Section):
     decode: bool = True
     """When the run has ended, decode the pictures and write RUN/report.html, in a process of its own. false: later, by
     `sample --watch` and `report`, where a node of a cluster would wait for it."""
-
-
-class ProfileConfig(_Section):
-    """A trace of some steps, in the folder `profile` of the run (see docs/training.md)."""
-
-    start: Annotated[int, Field(ge=2)] = 10
-    """The first step that is traced, counted since the run started or resumed; the one before it is a warm-up."""
-    steps: Positive = 3
-    """Steps that are traced."""
-    ranks: Literal["first", "all"] = "first"
-    """first: the first process alone. all: every process, each into its file."""
 
 
 class TrainConfig(_Section):
@@ -832,9 +832,6 @@ class TrainConfig(_Section):
     """On a GPU, round the factors of fp32 matrix products and convolutions to TF32 (10 bits): up to eight times as
     fast. Under bf16 and fp16 it changes nothing on a GPU of compute capability 8.0 or newer: only linear attention
     multiplies in fp32 there, in a kernel that is as exact either way."""
-    residual: Literal["fp32", "compute"] = "fp32"
-    """Precision of the tokens between blocks, of the norms over them and of the gates. fp32: as under NVlabs' autocast.
-    compute: as `precision`. For error and memory of both see docs/figures.md."""
     recipe: Literal["default", "nvlabs"] = "default"
     """nvlabs: follow NVlabs' trainer where no other option does: CAME (3x3 kernels unfactored and without confidence;
     query, key and value as one matrix), weight decay of all parameters, a first step of rate 0, eps of attention. See
@@ -882,12 +879,6 @@ class TrainConfig(_Section):
     length_window: NotNegative = 0
     """Batches of a bucket, on average, that are sorted by caption length together (length grouping); 0: none. Part of
     the order, so a run cannot be resumed with another value."""
-    prefetch: NotNegative | None = None
-    """Limit on steps read ahead; null: `prefetch_mib` alone; 0: read without threads."""
-    prefetch_mib: Positive = 128
-    """MiB read ahead per process."""
-    loader_threads: Positive = 2
-    """Threads that read."""
     max_quarantine_rate: Share = 0.05
     """With --quarantine: save and end if more than this share of the last 10,000 samples (at least 200) replaced
     unreadable ones; a fifth of it gives a warning."""
@@ -903,16 +894,14 @@ class TrainConfig(_Section):
     """Write checkpoints while training goes on; takes host memory of the size of a process's share."""
     trackers: list[Tracker] = ["tensorboard"]
     """Where metrics go beside `metrics.jsonl`, by accelerate's names."""
-    peak_tflops: Annotated[float, Field(gt=0)] | None = None
-    """Peak TFLOPS of one GPU in the run's precision, for MFU; null: from its data sheet, if known."""
     compile: Literal["auto", "none", "block"] = "auto"
     """block: compile each block with torch.compile, once for all shapes, and what prepares text and timestep. auto:
     block on a GPU of compute capability 8.0 or newer with Triton, unless another option excludes it; else none. A
     resumed run keeps its choice."""
-    compile_backend: str = "inductor"
-    """torch.compile's backend."""
-    profile: ProfileConfig | None = None
-    """Trace some steps with torch.profiler; null: none, {}: with its defaults."""
+    profile: TracedSteps | None = None
+    """Trace these steps with torch.profiler on the first process, into the folder `profile` of the run: 10-12, or 10.
+    They are counted since the run started or resumed, and begin at 2, because the step before is a warm-up; null:
+    none."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
 
@@ -1058,7 +1047,7 @@ class Config(_Section):
     patience_s: Annotated[float, Field(ge=0)] = 300.0
     """Seconds to wait for storage that does not answer (of the cache or a source: object store, web server, network
     disk). It is named after some seconds, and `train` saves before it gives up. Storage that has never answered gets
-    5 s: its address is probably wrong."""
+    5 s: its address is probably wrong. Processes of a training wait for each other as long and 5 minutes more."""
     vae: VaeConfig
     """The image encoder."""
     text: TextConfig

@@ -29,6 +29,8 @@ from pipeline.parallel.mesh import PP, SHARD, TP
 from pipeline.parallel.microbatch import REFERENCE, Loss, Microbatch, Outputs
 from pipeline.parallel.shards import local, sharding_groups
 
+COMPILE_BACKEND = "inductor"
+"""torch.compile's backend."""
 EXTRA = "recipe"
 """Submodule of a model with the modules that what is learned adds to it; used outside of the model's forward pass."""
 
@@ -207,14 +209,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig, taps: It
     tensor_parallel.apply(blocks, model.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
     apply_activation_checkpointing(blocks, train)
     if train.compile == "block":
-        compile_blocks(blocks, train.compile_backend)
+        compile_blocks(blocks, COMPILE_BACKEND)
     tapped: dict[int, Tensor] = {}
     for number in taps:
         blocks[number].register_forward_hook(partial(_tap, tapped, number))
     stages = pipeline_parallel.build_stages(model, len(blocks), mesh[PP], train.parallel)
     for stage in stages:
         if train.compile == "block":
-            compile_conditions(stage, train.compile_backend)
+            compile_conditions(stage, COMPILE_BACKEND)
         units = blocks if stage is model else blocks_of(stage)
         data_parallel.apply_fsdp(stage, [*units, *getattr(stage, EXTRA, nn.ModuleDict()).values()], mesh, train)
     data_world = data_parallel.data_mesh(mesh).size()

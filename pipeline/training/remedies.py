@@ -27,7 +27,7 @@ Remedy = tuple[Changes, str]
 """Changes and their price."""
 
 LADDER: tuple[Remedy, ...] = (
-    ({"ema.device": "cpu", "ema.every": 10}, "EMA in host memory; one copy of the weights every ten steps"),
+    ({"ema.device": "cpu"}, "EMA in host memory; one copy of the weights a step, and the arithmetic on the CPU"),
     ({"parallel.reshard_after_forward": True}, "more gathers, or casts, of each block"),
     ({"optim.name": "adamw8bit"}, "2 instead of 8 bytes of optimizer state per parameter"),
     (

@@ -83,7 +83,7 @@ def fit(
         log(f"note: {line}")
     expected = task.expect(context) if launch.is_main else None
     with (
-        open_mesh(launch, train.parallel, context.device, context.layout) as mesh,
+        open_mesh(launch, train.parallel, context.device, context.layout, patience_s=config.patience_s) as mesh,
         memory_errors(train),
         catch_signals_of(launch) if stop is None else nullcontext(stop) as stop,
         run_lock(context.folder, log) as lock,

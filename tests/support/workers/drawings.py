@@ -32,7 +32,7 @@ from tests.support.workers import strategies, tiny_run
 from tests.support.workers.pipelines import pp
 
 STEPS = 2
-BF16 = {"precision": "bf16", "residual": "compute"}
+BF16 = {"precision": "bf16"}
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "DDP": {"parallel": strategies.DDP},

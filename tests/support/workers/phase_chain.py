@@ -31,7 +31,7 @@ PHASES: list[dict[str, Any]] = [
 
 def config(folder: Path, name: str) -> Config:
     shape = {"in_channels": 2, "caption_channels": 3, "sample_size": 2}
-    made = tiny_run.config(folder / name, arch=shape, save_every=2, microbatch=4, ema={"decay": 0.9, "every": 2})
+    made = tiny_run.config(folder / name, arch=shape, save_every=2, microbatch=4, ema={"decay": 0.9})
     tree = made.model_dump(exclude_unset=True) | {"cache": str(folder / "cache"), "phases": PHASES}
     return Config.model_validate(tree)
 
