@@ -464,7 +464,7 @@ def test_constants_of_the_released_models_of_1_5() -> None:
         assert config.model.weights is not None
         for source in (config.vae, config.text, config.model.weights):
             assert source.id == f"Efficient-Large-Model/SANA1.5_{size}_1024px_diffusers"
-            assert source.variant is None  # one set of weights, bf16
+        assert config.model.weights.variant is None  # one set of weights, bf16
         assert config.model.weights.runs_in == ["bf16", "fp32"]
 
 
