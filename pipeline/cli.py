@@ -246,7 +246,7 @@ def _print_notes(notes: Sequence[Callable[[], str | None]]) -> None:
 
 
 def _configured(command: Callable[..., Any]) -> Callable[..., Any]:
-    """As `_given`; the command gets the configuration."""
+    """Do as `_given` does; the command gets the configuration."""
 
     @wraps(command)
     def with_config(given: _Given, **options: Any) -> Any:
@@ -301,7 +301,7 @@ _NEXT = {
 
 
 def _following(context: click.Context, given: _Given, result: Any) -> str | None:
-    """What to do after a command, ready to be pasted: with the options that were given, as far as it reads them."""
+    """Say what to do after a command, ready to be pasted: with the options that were given, as far as it reads them."""
     from pipeline.config import reads
 
     name, options = str(context.command.name), context.params
@@ -1059,7 +1059,7 @@ def show_help(context: click.Context, topic: tuple[str, ...]) -> None:
 
 
 def _meaning(code: int) -> str:
-    """Of an exit code, and which commands can end with it."""
+    """Explain an exit code, and say which commands can end with it."""
     meaning, commands = EXIT_CODES[code]
     return meaning if not commands or len(commands) > _SOME else f"{meaning} [{', '.join(commands)}]"
 

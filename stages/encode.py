@@ -176,7 +176,7 @@ def _text_on_stderr(wanted: bool) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class _TextRun:
-    """What encoding needs. sources: by name, those that pictures are read from."""
+    """The settings of encoding prompts. sources: by name, those that pictures are read from."""
 
     config: Config
     cache: Cache
@@ -196,7 +196,7 @@ class _TextRun:
 
 @dataclass(frozen=True)
 class EncodeRun(_TextRun):
-    """What every step of a run with a source needs.
+    """The state that every step of a run with a source needs.
 
     Attributes:
         recipes: of the records, as of `pipeline.signals.recipes`.
@@ -216,7 +216,7 @@ class EncodeRun(_TextRun):
 
 @dataclass(frozen=True)
 class _Planned:
-    """What planning says to every process, as JSON values.
+    """The result of planning for every process, as JSON values.
 
     Attributes:
         table: digest of the scan's table.
@@ -451,14 +451,14 @@ _DECISIVE = (
 
 
 def _decisive(run: EncodeRun) -> bytes:
-    """What decides a plan beside the scan."""
+    """Return what decides a plan besides the scan."""
     data, encode = run.config.data.model_dump(mode="json"), run.config.encode.model_dump(mode="json")
     recipes = [recipe.name for recipe in run.recipes]
     return layout.canonical(["plan-1", recipes, run.table, data, [encode[name] for name in _DECISIVE]])
 
 
 def _opened(run: EncodeRun, planned: _Planned) -> _Work:
-    """What another process has planned."""
+    """Open what another process has planned."""
     run.source.ignored = Kinds(**planned.ignored)
     work = _Work(run, planned.table)
     for recipe, count in planned.plans.items():
@@ -512,7 +512,7 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
 
 
 def _noun(recipe: Recipe) -> str:
-    """What the records of a recipe are called in the result."""
+    """Return what the records of a recipe are called in the result."""
     assert isinstance(recipe, signals.Signal)
     return recipe.noun
 
@@ -526,7 +526,7 @@ def _plan_images(run: EncodeRun, recipe: PictureSignal, work: pa.Table) -> list[
 
 
 def _summary(run: EncodeRun, planned: _Planned) -> list[str]:
-    """What the source has, for people."""
+    """Say what the source has, for people."""
     new, reused = planned.new, planned.reused
     return [
         f"source {run.source.name!r}: {planned.items} items, {planned.rejects} rejected by the scan",
