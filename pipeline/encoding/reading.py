@@ -1,4 +1,4 @@
-"""How a source is read: its scan document remembers the settings, and later scans use them again.
+"""Read a source as before: its scan document remembers the settings, and later scans use them again.
 
 Why: captions, pictures and buckets of a source depend on settings that are often given once, by `--set`. A later
 `encode` of the same source without them would read every old item another way.

@@ -1,4 +1,4 @@
-"""What a source is taken for: captions, masks, control pictures, in a few lines for people, for `init` and `encode`.
+"""The reading of a source: captions, masks, control pictures, in a few lines for people, for `init` and `encode`.
 
 Law: nothing that could be a caption, a mask, a control picture or a trigger word is silently taken for something else
 or ignored. `Understood.lines` say what was taken for what, with a caption as the model reads it, and what else a name

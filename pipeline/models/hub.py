@@ -1,4 +1,4 @@
-"""From `id`, `subfolder`, `revision`, `variant` to files on this machine, for all models.
+"""Find the files of `id`, `subfolder`, `revision` (and `variant`) on this machine or the hub, for all models.
 
 Recipes are digests of weights, so every module has to agree on which files those are. A repository may hold several
 sets of the same weights. As in the libraries that wrote them, an index takes precedence over a single file in

@@ -1,4 +1,4 @@
-"""What passes between a training step and a parallel model: inputs and targets, outputs, losses."""
+"""The data between a training step and a parallel model: inputs and targets, outputs, losses."""
 
 from __future__ import annotations
 

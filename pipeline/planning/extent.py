@@ -1,4 +1,4 @@
-"""What a run means: steps, pictures, epochs, hours, and the disk space of its checkpoints."""
+"""The extent of a run: steps, pictures, epochs, hours, and the disk space of its checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much an adapter changes each block of its model: figures of the newest checkpoint of a run."""
+"""Measure how much an adapter changes each block of its model: figures of the newest checkpoint of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a snapshot is made from: the last scan and the records of each source, in one cache or several."""
+"""Read what a snapshot is made from: the last scan and the records of each source, in one cache or several."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What captions hold that the model would read as words, though other trainers mean something else by it: places for
-the trigger word, choices, and several lines. Counted over a scan.
+"""Find what captions hold that the model would read as words, though other trainers mean something else by it: places
+for the trigger word, choices, and several lines. Counted over a scan.
 
 Price: captions are searched in batches, by Arrow; those without any of `_MARKS` cost a search for five bytes.
 """

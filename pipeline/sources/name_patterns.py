@@ -1,4 +1,5 @@
-"""What the names of pictures say: masks, control pictures, and regularisation pictures among the pictures of a source.
+"""Read what the names of pictures say: masks, control pictures, and regularisation pictures among the pictures of a
+source.
 
 `x-masklabel.png` beside `x.jpg` and `masks/x.png` beside `images/x.jpg` are further pictures of `x.jpg`, if they have
 no caption themselves. Folders called `reg` hold pictures that keep what a class looks like (kohya's sd-scripts).

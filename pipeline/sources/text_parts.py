@@ -1,4 +1,4 @@
-"""What the entries of a list in a caption column are: tags of one caption, or several captions.
+"""Decide what the entries of a list in a caption column are: tags of one caption, or several captions.
 
 An entry that reads as a sentence makes captions of all of them. Else a column that is named after tags, words joined by
 underscores, or `MANY` short entries make tags. A list that shows none of these is for the user to decide.

@@ -1,4 +1,4 @@
-"""What people have in place of pictures and captions that can be read, and the way to bring it into a form that can."""
+"""Explain files that are not read in place of pictures and captions, and the way to bring it into a form that can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a run's data and base weights has changed since it began: a finished run would show nothing of it."""
+"""Compare a run's data and base weights with those of its begin: a finished run would show nothing of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run have the lowest held-out loss, by the validation rows of its `metrics.jsonl`.
+"""Find the checkpoints of a run with the lowest held-out loss, by the validation rows of its `metrics.jsonl`.
 
 Only a loss that was measured after the step of a checkpoint counts for it. Losses of different validation sets, and of
 last and EMA weights, are not compared with each other. A loss that is not finite counts for nothing.

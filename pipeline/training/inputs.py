@@ -1,4 +1,4 @@
-"""What a run reads from the cache: its snapshot, held-out samples, prompts to draw, rows of prompts to preserve.
+"""Read what a run takes from the cache: its snapshot, held-out samples, prompts to draw, rows of prompts to preserve.
 
 `find_inputs` chooses them and writes their ids into the configuration; a resumed run keeps its choice. `task_of` makes
 of them the `TrainingTask` that the trainer is handed, so that the rest of this room knows no snapshot.

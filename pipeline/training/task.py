@@ -1,4 +1,4 @@
-"""What a run trains on and how it ends: the data types between the stage, the checks, the build and the loop."""
+"""The task of a run and its end: the data types between the stage, the checks, the build and the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a run learns: from a batch and its draws to the model's inputs, and from its output to losses by name.
+"""The objectives that a run may learn: from a batch and its draws to the model's inputs, and from its output to losses
+by name.
 
 A `Recipe` is a file here; `flow` is Sana's. A recipe may tap blocks, whose outputs its losses are given, and may have
 modules of its own, which are trained and saved but not exported.
