@@ -599,7 +599,7 @@ def forget(config: Config, **what: str | None) -> Any:
     examples=[
         "sana-pipe train --resume auto",
         "sana-pipe train --snapshot round2 --set train.optim.lr=2e-5 --set train.steps=4000",
-        "sana-pipe train --from ./runs/round1 --snapshot round2 --set train.output=./runs/round2",
+        "sana-pipe train --from ./runs/round1 --snapshot round2 --set train.output=./runs/round2 --resume auto",
         "sana-pipe train --config sana_600m_512 --set train.optim.name=came --set train.optim.eps=null"
         " --set train.optim.betas=null",
         "torchrun --standalone --nproc-per-node 8 --no-python sana-pipe train --resume auto",
@@ -629,8 +629,7 @@ def forget(config: Config, **what: str | None) -> Any:
 def train(config: Config, snapshot: str | None, resume: str | None, origin: str | None, quarantine: str | None) -> Any:
     """Train the transformer from a snapshot. Several GPUs: torchrun --no-python sana-pipe train.
 
-    With `phases` in the configuration their runs follow one another, each from the last checkpoint of the run before;
-    --resume auto finds its place among them.
+    Rounds: each begins --from the run before, in a run directory of its own.
     """
     from stages import train as stage
 
@@ -656,7 +655,6 @@ def train(config: Config, snapshot: str | None, resume: str | None, origin: str 
 @click.option(
     "--snapshot", metavar="NAME|ID", help="Its buckets and samples. Default: the buckets of the configuration."
 )
-@click.option("--phase", metavar="NAME", help="With phases in the configuration: the phase to plan, on its snapshot.")
 @click.option("--search", is_flag=True, help="Rank the strategies that fit by predicted speed (about a minute).")
 @_json
 def plan(config: Config, **options: Any) -> Any:

@@ -27,14 +27,12 @@ _READ = ("id", "start", "image_root", "caches", "cache")
 def inputs(config: Config) -> Iterator[tuple[str, Path]]:
     """The files and folders on a disk that a configuration reads, with the option that names each; last the sources of
     its cache."""
-    phases = (config.of_phase(phase.name) for phase in config.phases)
-    for each in (config, *phases):
-        for name, value in flat(each.model_dump(exclude={"phases"})):
-            if name.rpartition(".")[2] not in _READ:
-                continue
-            for place in value if isinstance(value, list) else [value]:
-                if isinstance(place, str) and Path(place).exists():
-                    yield name, Path(place).resolve()
+    for name, value in flat(config.model_dump()):
+        if name.rpartition(".")[2] not in _READ:
+            continue
+        for place in value if isinstance(value, list) else [value]:
+            if isinstance(place, str) and Path(place).exists():
+                yield name, Path(place).resolve()
     if "://" not in config.cache:
         with suppress(UserError, OSError):
             cache = Cache.if_there(config)

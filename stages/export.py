@@ -103,7 +103,6 @@ def run(
         print(f"lowest held-out loss of the checkpoints: {loss:.4f}, {folder}", flush=True)
     else:
         folder = checkpoints.find(config, checkpoint)
-    output, config = Path(config.train.output), config.at(folder)
     document = checkpoints.read_document(folder)
     name = checkpoints.EMA_WEIGHTS if ema else checkpoints.LAST_WEIGHTS
     state = {"weights": name, **document.state.as_dict()}
@@ -136,8 +135,7 @@ def run(
         elif of_adapter:
             assert adapter is not None and isinstance(weights, Merged)
             run = folder.resolve().parents[1]
-            name = f"{output.name}_{run.name}" if run.parent == output.resolve() else run.name  # of a phase
-            stem = re.sub(r"[^\w.-]+", "_", name) + ending
+            stem = re.sub(r"[^\w.-]+", "_", run.name) + ending
             adapter.save(form, weights, work, DTYPES[dtype], _header(config, adapter, document, stem), stem)
             pictures = copy_pictures(run, document.state.step, work)
             pictures["before"] = first_drawing(document)

@@ -141,9 +141,8 @@ def _trained(config: Config, checkpoint: str, ema: bool) -> tuple[Config, checkp
     stored = checkpoints.ModelTensors(checkpoints.find(config, checkpoint), ema=ema)
     adapter = adapter_from(stored.document.adapter)
     controlled = adapter if adapter is not None and adapter.stays else None
-    given = config.at(stored.folder)
-    trained = checkpoints.as_trained(given, stored.document.config)
-    for line in checkpoints.other_drawing(given, trained):
+    trained = checkpoints.as_trained(config, stored.document.config)
+    for line in checkpoints.other_drawing(config, trained):
         _log(f"note: drawn as {stored.folder} was trained: {line}")
     return trained, stored, controlled
 

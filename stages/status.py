@@ -72,7 +72,7 @@ def _report(config: Config) -> dict[str, Any]:
 
 
 def _trainings(output: Path) -> Iterator[dict[str, Any]]:
-    """The last rows of the trainings that hold the lock of a run directory: `output` or its phases."""
+    """The last rows of the trainings that hold the lock of a run directory: `output` or folders in it."""
     for lock in [output / "lock.json", *sorted(output.glob("*/lock.json"))]:
         with suppress(OSError):
             if time.time() - lock.stat().st_mtime < SILENT_S:

@@ -13,35 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = frozenset(
-    [
-        "as",
-        "at",
-        "by",
-        "for",
-        "from",
-        "how",
-        "if",
-        "in",
-        "it",
-        "its",
-        "of",
-        "on",
-        "that",
-        "these",
-        "this",
-        "those",
-        "to",
-        "what",
-        "when",
-        "where",
-        "whether",
-        "which",
-        "who",
-        "why",
-        "with",
-        "gone",
-        "beside",
-    ]
+    """as at beside by for from gone how if in it its of on that these this those to what when where whether which who
+    why with""".split()  # noqa: SIM905
 )
 """First words of a phrase without a verb."""
 _KINDS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -228,9 +228,9 @@ def test_the_gpu_is_left_to_a_training_that_is_alive_on_this_host(
     config = config.model_copy(update={"encode": config.encode.model_copy(update={"device": asked})})
     plant(run, replace(ELSEWHERE, host=host), untouched_s=untouched_s)
     stages.sample.watch(config, run)
-    phase = run / "first"
-    phase.mkdir()
-    (run / lock.NAME).rename(phase / lock.NAME)
+    below = run / "first"
+    below.mkdir()
+    (run / lock.NAME).rename(below / lock.NAME)
     stages.sample.watch(config, run)
     assert chosen == [taken, taken]
 
@@ -261,7 +261,7 @@ def test_a_watcher_leaves_the_gpu_when_a_training_begins(
     (run / lock.NAME).unlink()
     draw(run, 3, recipe)
     watcher.decode_new(threading.Event())
-    assert loaded == ["cuda", "cpu"], "the next phase may begin"
+    assert loaded == ["cuda", "cpu"], "the next round may begin"
 
 
 def test_the_command_that_is_shown_decodes(run: Path) -> None:

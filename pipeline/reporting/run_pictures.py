@@ -150,7 +150,7 @@ def undecoded(run: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def files(run: Path) -> list[Path]:
-    """The files of drawn latents of a run directory and of its phases, in the order of steps."""
+    """The files of drawn latents of a run directory and of those in it, in the order of steps."""
     return sorted([*run.glob(f"{FOLDER}/step-*.safetensors"), *run.glob(f"*/{FOLDER}/step-*.safetensors")])
 
 
@@ -158,7 +158,7 @@ class Watcher:
     """Decodes the drawings of a run.
 
     Args:
-        run: the run directory, or a folder of phases.
+        run: the run directory, or a folder of run directories.
         device: gives the decoder's, again and again: it may change.
         log: called with each line for people.
         publish: called with the run directory, the step and the pictures of each drawing.

@@ -161,9 +161,9 @@ def _begin(run: TrainingRun, resumed: Resumed, fresh: str | None, absent: set[st
     lost = [] if fresh is None else [f"moments are fresh ({fresh})"]
     lost += ["averages begin with its weights"] if run.ema is not None and "ema" in absent else []
     run.context.log(
-        f"begins from {folder} (phase {state.phase}, step {state.step}): {', '.join(kept)} are kept"
+        f"begins from {folder} (round {state.phase + 1}, step {state.step}): {', '.join(kept)} are kept"
         + "".join(f"; {part}" for part in lost)
-        + f"; phase {run.context.task.first_state.phase}, steps, warm-up and schedule from 0"
+        + f"; in round {run.context.task.first_state.phase + 1} steps, warm-up and schedule begin from 0"
     )
     return replace(run, resumed=resumed)
 

@@ -113,7 +113,7 @@ class Lock:
 
 
 def owner_here(run: Path) -> Owner | None:
-    """The process of this host that trains in a run directory, or in a folder of its phases, at this moment; None:
+    """The process of this host that trains in a run directory, or in a folder of run directories, at this moment; None:
     there is none. A lock that was not touched for `STALE_S` counts for nothing."""
     for path in sorted([*run.glob(NAME), *run.glob(f"*/{NAME}")]):
         with suppress(OSError, UserError):
