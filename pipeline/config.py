@@ -321,14 +321,6 @@ class DataConfig(_Section):
     """The column of a table that holds the picture or its file name; null: chosen by type and name."""
     image_root: Place | None = None
     """The folder that a table's file names are relative to; null: the table's folder."""
-    link_timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds that fetching one picture from a web server may take, where a table names pictures by URL."""
-    allow_links: Literal["none", "private", "stores", "all"] = "none"
-    """What the URLs of a table may reach besides public web servers: a table that others made can name what only you
-    reach. private: servers of this machine and of private networks. stores: objects of s3://, gs://, hf:// and az://,
-    read with your credentials. all: both."""
-    retry_links: bool = False
-    """Whether a scan tries links again that gave no picture in an earlier scan; `--rehash` fetches every link again."""
     pictures: FurtherPictures = FurtherPictures()
     """Further pictures of each sample."""
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)

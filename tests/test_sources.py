@@ -18,7 +18,7 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,7 +34,6 @@ from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import SIDECAR_BATCH, FolderSource
-from pipeline.sources.link_tables import LinkListing
 from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Given, Item, ListedItems, Place, Reject, Unreadable
 from pipeline.sources.tables import ListingSource
@@ -731,7 +730,7 @@ def test_listings(tmp_path: Path, kind: str) -> None:
     assert {reason.rpartition(": ")[2] for reason in rejects.values()} == {
         "the name is absolute",
         "the name climbs with '..'",
-        "is a URL, not a name within the data",
+        "img2dataset fetches pictures (docs/encoding.md)",
     }
     assert list(source.ignored.counts.values()) == [1], "the empty caption"
 
@@ -987,6 +986,10 @@ def test_a_folder_of_several_kinds_is_a_choice_at_any_depth_and_the_rest_is_name
     assert set(listed(source)[0]) == {"new/deep/0.jpg"}
     assert file.rpartition("/")[2] in str(source.ignored.examples)
     source = opened(tmp_path, format)
+    if "links" in case:
+        with pytest.raises(UserError, match=naming(file, "img2dataset")):
+            listed(source)
+        return
     assert "new/deep/0.jpg" not in listed(source)[0]
     used = case == "two tables"  # a row names the picture
     assert (".jpg file" in source.ignored.counts) != used
@@ -1074,13 +1077,6 @@ def test_the_page_of_sources_names_each_format() -> None:
             assert f".{ending}`" in page, f"{name}: .{ending}"
 
 
-def test_links_can_be_named_where_the_first_row_has_none(tmp_path: Path) -> None:
-    (tmp_path / "list.csv").write_text("path,text\na.jpg,x\nhttp://host/b.jpg,y\n")
-    assert set(listed(opened(tmp_path / "list.csv"))[0]) == {"a.jpg"}
-    source = opened(tmp_path / "list.csv", "links")
-    assert (set(listed(source)[0]), source.format) == ({"list.csv/000000003"}, "links")
-
-
 LOST = ["a.jpg_large", "d.jpeg?x=1.5", "e.jpg ", "g.JPG.1", "k.png:large", "m.webp!w640"]
 
 
@@ -1149,7 +1145,7 @@ HASH = [b"\x01" * 16]
         ({"source": struct(), "edited": [JPEG], "target": struct()}, None),
         ({"mask": struct(), "image": ["gone.jpg"]}, None),
         ({"mask": struct(), "file_name": ["a.jpg"]}, None),
-        ({"mask": struct(), "url": ["http://host/a.jpg"]}, None),
+        ({"mask": struct(), "url": ["s3://host/a.jpg"]}, None),
     ],
 )
 def test_of_several_columns_the_best_known_is_taken_or_the_user_asked(
@@ -1216,7 +1212,6 @@ LISTINGS = {
 
 @pytest.mark.parametrize("name", LISTINGS)
 def test_listings_of_other_programs(tmp_path: Path, name: str) -> None:
-    """The same rows with addresses: each is found again by its place alone."""
     for row in ROWS:
         (tmp_path / row["file_name"]).write_bytes(JPEG)
     (tmp_path / name).write_bytes(LISTINGS[name])
@@ -1224,21 +1219,6 @@ def test_listings_of_other_programs(tmp_path: Path, name: str) -> None:
     expected = [[row["text"]] for row in ROWS]
     assert len(rejects) == (name == "cut.csv") and list(items) == [row["file_name"] for row in ROWS]
     assert [texts(item) for item in items.values()] == expected
-    if name in ("meta_cap.json", "tags.json"):
-        return
-    wide = b"\xff\xfe" if LISTINGS[name].startswith(b"\xff\xfe") else b""
-    encoding = "utf-16-le" if wide else "utf-16-be" if name.startswith("big") else "utf-8"
-    data = LISTINGS[name]
-    for row in ROWS:
-        data = data.replace(row["file_name"].encode(encoding), ("http://höst/" + row["file_name"]).encode(encoding))
-    (tmp_path / name).write_bytes(data)
-    links = opened(tmp_path / name)
-    assert isinstance(links, LinkListing)
-    items, rejects = listed(links)
-    assert len(rejects) == (name == "cut.csv") and [texts(item) for item in items.values()] == expected
-    links.links = cast("Any", SimpleNamespace(read=str.encode))
-    for row, item in reversed(list(zip(ROWS, items.values(), strict=True))):
-        assert links.read(item.place).decode() == f"http://höst/{row['file_name']}"
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from pipeline.errors import UserError
 from pipeline.images import decoding
 from pipeline.sources import detect
 from pipeline.sources.filesystem import Unreadable
+from pipeline.sources.range_prefetch import PARALLEL_REQUESTS
 from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import ListedItems, Source
 
@@ -86,7 +87,7 @@ def begin(
     """
     settings = Settings(max_pixels, max_bytes, rehash, look, progress, lru_cache(1 << 16)(refuse))
     source.scratch = cache.files.scratch if cache is not None else Scratch()
-    pool = ThreadPoolExecutor(max(1, workers, source.requests if source.is_remote else 1))
+    pool = ThreadPoolExecutor(max(1, workers, PARALLEL_REQUESTS if source.is_remote else 1))
     try:
         yield Scan(source, name, cache, pool, settings, fragments)
     finally:

@@ -116,14 +116,21 @@ def reopen(
         patience_s: how long to wait for a store that does not answer.
 
     Raises:
-        UserError: it no longer exists.
+        UserError: it no longer exists, or another version of this program scanned it in a format of its own.
     """
     root, named = location or document["root"], document.get("named", [])
     filesystem: Filesystem = (
         RemoteFilesystem(root, patience_s) if is_url(root) else _disk(root, root, patience_s, named)
     )
     given = Given(filesystem, [], CaptionRule(config), config, name, patience_s)
-    return formats()[document.get("source_format", Source.format)].source(given, ())
+    every, format = formats(), document.get("source_format", Source.format)
+    if format not in every:
+        raise UserError(
+            f"source {name!r} was scanned with a format that this version does not read: {format}",
+            expected=" or ".join(every),
+            fix=f"sana-pipe encode --source-name {shlex.quote(name)} --data DIR, with the pictures in one of them",
+        )
+    return every[format].source(given, ())
 
 
 def _resolve(data: str, patience_s: float) -> tuple[Filesystem, list[str] | None, str]:

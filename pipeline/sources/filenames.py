@@ -93,6 +93,16 @@ def is_url(name: str) -> bool:
     return _SCHEME.match(name) is not None
 
 
+def is_web(name: str) -> bool:
+    """Whether a name is the URL of a web server."""
+    return is_url(name) and name.strip().lower().startswith(("http://", "https://"))
+
+
+def is_link(name: str) -> bool:
+    """Whether a name is an address of another machine. One on this disk is an absolute name."""
+    return is_url(name) and not name.strip().lower().startswith(("file:", "local:"))
+
+
 def has_surrogates(text: str) -> bool:
     """Return whether a text has surrogates: it is not UTF-8, or a JSON escape stands for half a character."""
     try:

@@ -27,11 +27,12 @@ from pipeline import retrying
 from pipeline.cache.disk import raise_if_of_machine
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import AwayError, UserError
-from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, spellings, unsafe_reason
+from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, is_web, spellings, unsafe_reason
 
 T = TypeVar("T")
 
 LEADS_OUT = "a link leads out of the source folder; give a copy without links (cp -rL)"
+ON_THE_WEB = "is on a web server, and only files are read: img2dataset fetches pictures (docs/encoding.md)"
 MAX_POINTER = 1024
 POINTERS = (
     (rb"version https://git-lfs\.github\.com/", "is a pointer of Git LFS, not the file: fetch it with `git lfs pull`"),
@@ -112,8 +113,8 @@ class Filesystem(ABC):
         roots = [f"{root.rstrip('/')}/" for root in self.roots]
         named = ((full, root) for full in (path, posixpath.join(folder, path)) for root in roots)
         inside = next((full.removeprefix(root) for full, root in named if full.startswith(root)), None)
-        if inside is None and is_url(path):
-            raise ValueError("is a URL, not a name within the data")
+        if inside is None and is_url(full := path if is_url(path) else folder):
+            raise ValueError(ON_THE_WEB if is_web(full) else "is a URL, not a name within the data")
         problem = unsafe_reason(path if inside is None else inside)
         if problem is not None:
             raise ValueError(problem)

@@ -14,6 +14,7 @@ import pickle
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -150,16 +151,6 @@ class Source(ABC):
     unused_columns: frozenset[str] = frozenset()
     """The columns of tables that hold pictures, too, and are not used."""
 
-    has_links: bool = False
-    """Whether the last listing may have links (see `links`): items of which only the address is known, so that their
-    `stat` is (-1, a number derived from the address)."""
-
-    retries_links: bool = False
-    """Whether a scan tries links again that gave no picture in an earlier one."""
-
-    requests: int = PARALLEL_REQUESTS
-    """Reads that should be in flight at once, if it is remote."""
-
     further: Sequence[Further] = ()
     """The further pictures of each item that a listing looks for."""
 
@@ -225,7 +216,6 @@ class Source(ABC):
     @abstractmethod
     def stat(self, place: Place) -> tuple[int, int]:
         """(size in bytes, modification time in ns or a number derived from an ETag): equal values mean unchanged bytes.
-        Size -1: not known before the item is read.
 
         Raises:
             Unreadable: the item no longer exists, or the place does not belong to this source.
@@ -457,8 +447,8 @@ class Format(ABC):
         return extension(file) in (*self.endings, *self.named_endings)
 
     def names(self, given: Given, file: str) -> str:
-        """Return what the rows of a table name: `files` of the folder or `links`, with captions, or `pictures` of their
-        own; "" for a listing of something else."""
+        """Return what the rows of a table name: `files` of the folder or `links` elsewhere, with captions, or
+        `pictures` of their own; "" for a listing of something else."""
         return "pictures"
 
     def files(self, given: Given) -> tuple[Iterable[str], Kinds]:
@@ -536,11 +526,12 @@ class ListedItems:
         yield from pickle.loads(self._table.column("entries")[row].as_buffer())
 
     def _look(self, source: Source, row: int) -> Stats:
-        stats: Stats = {}
-        for entry in self._of(row):
-            if isinstance(entry, Item):
-                stats[entry.key] = or_unreadable(source.stat_item, entry)
-        return stats
+        items = [entry for entry in self._of(row) if isinstance(entry, Item)]
+        ask = partial(or_unreadable, source.stat_item)
+        if not source.is_remote:
+            return {item.key: ask(item) for item in items}
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
+            return dict(zip((item.key for item in items), pool.map(ask, items), strict=True))
 
     def _identity(self, row: int, stats: Stats) -> bytes:
         return digest("items", *map(repr, self._of(row)), *map(repr, stats.values()))
