@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -143,10 +143,10 @@ class _Section(BaseModel):
 class Weights(_Section):
     """Pretrained weights."""
 
+    folder: ClassVar[str] = ""
+    """The model's folder in a pipeline's repository or folder."""
     id: Place
-    """A model on the hub, or a folder that `save_pretrained` wrote."""
-    subfolder: str | None = None
-    """The model's folder inside the repository or folder; null: the top."""
+    """A model on the hub, or a folder that `save_pretrained` wrote: the model's, or that of a pipeline which has it."""
     revision: str | None = None
     """Branch, tag or commit on the hub; null: the main branch."""
 
@@ -154,9 +154,10 @@ class Weights(_Section):
 class StartWeights(Weights):
     """The weights that training starts from."""
 
+    folder: ClassVar[str] = "transformer"
     id: Place
-    """A model on the hub, a folder that `save_pretrained` wrote, or a file of NVlabs' trainer (`.pth`, or safetensors
-    with its names), local or as `hf://OWNER/NAME/checkpoints/NAME.pth`."""
+    """A model on the hub or a folder that `save_pretrained` wrote, the transformer's or a pipeline's; or a file of
+    NVlabs' trainer (`.pth`, or safetensors with its names), local or as `hf://OWNER/NAME/checkpoints/NAME.pth`."""
     variant: str | None = None
     """The variant of the weight files; null: the files of the highest precision (the run logs which). Of several models
     in one `.pth`, the key of one, such as `state_dict_ema`."""
@@ -170,15 +171,13 @@ class StartWeights(Weights):
 
     @classmethod
     def from_word(cls, word: str) -> Any:
-        direct = Path(expanded(word), "config.json").is_file()
-        return {"id": word, "subfolder": None if direct else "transformer"}
+        return {"id": word}
 
 
 class VaeConfig(Weights):
     """The image encoder."""
 
-    subfolder: str | None = "vae"
-    """The model's folder inside the repository or folder; null: the top."""
+    folder: ClassVar[str] = "vae"
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Precision of the encoder's computation; part of the recipe. tf32: fp32, whose factors of products and
     convolutions a GPU rounds to TF32. DC-AE overflows in fp16. With tf32 and bf16 `encode` prints how far some of your
@@ -191,16 +190,19 @@ class VaeConfig(Weights):
     @property
     def other_decoder(self) -> Weights | None:
         """The weights that `decoder` names."""
-        return None if self.decoder is None else Weights(id=self.decoder)
+        return None if self.decoder is None else VaeConfig(id=self.decoder)
+
+
+class Tokenizer(Weights):
+    """The files of the text encoder's tokenizer."""
+
+    folder: ClassVar[str] = "tokenizer"
 
 
 class TextConfig(Weights):
     """The text encoder, and how a caption becomes rows."""
 
-    subfolder: str | None = "text_encoder"
-    """The model's folder inside the repository or folder; null: the top."""
-    tokenizer_subfolder: str | None = "tokenizer"
-    """The tokenizer's folder inside the repository or folder; null: the top."""
+    folder: ClassVar[str] = "text_encoder"
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Precision of the encoder's computation; part of the recipe."""
     recipe: Literal["diffusers", "nvlabs"] = "diffusers"
@@ -213,6 +215,11 @@ class TextConfig(Weights):
     mode: Literal["auto", "exact"] = "auto"
     """auto: run the instruction once for all captions, and check samples against the reference. exact: run the
     reference for each caption. Not part of the recipe (see pipeline/models/text.py)."""
+
+    @property
+    def tokenizer(self) -> Weights:
+        """The repository or folder of the tokenizer."""
+        return Tokenizer(id=self.id, revision=self.revision)
 
 
 class TagsConfig(_Section):
