@@ -786,11 +786,7 @@ class ParallelConfig(_Section):
     tp_size: Positive = 1
     """Processes that share each matrix (tensor parallelism)."""
     pp_size: Positive = 1
-    """Groups of processes with consecutive blocks each (pipeline parallelism)."""
-    pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b"
-    """Order of microbatches in a pipeline (see pipeline/parallel/pipeline_parallel.py)."""
-    pp_stages_per_rank: Positive | None = None
-    """Pipeline stages of each group; null: 1 for 1f1b and gpipe, 2 for interleaved_1f1b, which needs several."""
+    """Groups of processes with consecutive blocks each (pipeline parallelism, 1F1B)."""
     reshard_after_forward: bool | None = None
     """Free a block's gathered parameters before the backward pass and after each microbatch: less memory, more gathers.
     null: yes where several processes share the parameters or `offload` is set, and no with a pipeline (it would gather
@@ -824,25 +820,12 @@ class ParallelConfig(_Section):
             yield "only one of dp_replicate and dp_shard can be -1 (what remains)"
         if self.reduce_each_microbatch and self.pp_size > 1:
             yield "reduce_each_microbatch does not go with pp_size > 1: a pipeline reduces once a step"
-        stages, one_stage = self.pp_stages_per_rank, self.pp_schedule in ("1f1b", "gpipe")
-        if one_stage and stages is not None and stages > 1:
-            yield (
-                f"pp_schedule {self.pp_schedule} has one stage per process, pp_stages_per_rank is {stages}: "
-                "interleaved_1f1b takes several"
-            )
-        if not one_stage and stages == 1:
-            yield f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1"
 
     def reshards(self, shards: int) -> bool:
         """`reshard_after_forward`, null resolved. `shards`: processes that share the parameters of a replica."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return self.pp_size == 1 and (shards > 1 or self.offload == "all")
-
-    @property
-    def stages_per_rank(self) -> int:
-        """`pp_stages_per_rank`, null resolved."""
-        return self.pp_stages_per_rank or (1 if self.pp_schedule in ("1f1b", "gpipe") else 2)
 
 
 class ValidationConfig(_Section):
