@@ -148,8 +148,6 @@ class Weights(_Section):
     """The model's folder inside the repository or folder; null: the top."""
     revision: str | None = None
     """Branch, tag or commit on the hub; null: the main branch."""
-    variant: str | None = None
-    """The variant of the weight files, such as `fp16`; null: the files without one."""
 
 
 class StartWeights(Weights):
@@ -175,36 +173,24 @@ class StartWeights(Weights):
         return {"id": word, "subfolder": None if direct else "transformer"}
 
 
-class DecoderWeights(Weights):
-    """Another decoder of the VAE's latents, such as a faster one: diffusers' `AutoencoderDC` or `AutoencoderTiny`."""
-
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the decoder's computation."""
-
-    @classmethod
-    def from_word(cls, word: str) -> Any:
-        return {"id": word}
-
-
 class VaeConfig(Weights):
     """The image encoder."""
 
     subfolder: str | None = "vae"
     """The model's folder inside the repository or folder; null: the top."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the encoder's computation; part of the recipe. DC-AE overflows in fp16. With bf16, `tf32` or
-    `channels_last` `encode` prints how far some of your latents are from those in fp32."""
-    tf32: bool = False
-    """On a GPU, round the factors of fp32 products and convolutions to TF32; part of the recipe."""
-    channels_last: bool = False
-    """Keep the channels of a pixel side by side, which convolutions on a GPU prefer; part of the recipe, because sums
-    are then rounded in another order."""
-    scaling_factor: Annotated[float, Field(gt=0)] | None = None
-    """Latents are multiplied by this number; null: the factor in the VAE's configuration (0.41407 for Sana's DC-AE)."""
-    decoder: DecoderWeights | None = None
-    """The decoder of `sample` and `report`; null: the VAE's. It must have the VAE's channels, compression and scaling
-    factor; `mit-han-lab/dc-ae-lite-f32c32-sana-1.1-diffusers` is a faster one for Sana. `vae.decoder: ID` sets `id`.
-    Not part of the recipe."""
+    dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """Precision of the encoder's computation; part of the recipe. tf32: fp32, whose factors of products and
+    convolutions a GPU rounds to TF32. DC-AE overflows in fp16. With tf32 and bf16 `encode` prints how far some of your
+    latents are from those in fp32."""
+    decoder: Place | None = None
+    """The decoder of `sample` and `report`, a model on the hub or a folder, of diffusers' `AutoencoderDC` or
+    `AutoencoderTiny`; null: the VAE's. It must have the VAE's channels, compression and scaling factor;
+    `mit-han-lab/dc-ae-lite-f32c32-sana-1.1-diffusers` is a faster one for Sana. Not part of the recipe."""
+
+    @property
+    def other_decoder(self) -> Weights | None:
+        """The weights that `decoder` names."""
+        return None if self.decoder is None else Weights(id=self.decoder)
 
 
 class TextConfig(Weights):
@@ -585,50 +571,16 @@ class MetricsConfig(_Section):
     `sana_pipe_*.prom` there; null: none."""
 
 
-class ArchConfig(_Section):
-    """Shape of a Sana transformer that is trained from scratch. Defaults: Sana 1.6B."""
-
-    in_channels: Positive = 32
-    """Channels of a latent."""
-    num_layers: Positive = 20
-    """Transformer blocks."""
-    num_attention_heads: Positive = 70
-    """Heads of self attention (linear)."""
-    attention_head_dim: Positive = 32
-    """Width of a head of self attention."""
-    num_cross_attention_heads: Positive = 20
-    """Heads of cross attention."""
-    cross_attention_head_dim: Positive = 112
-    """Width of a head of cross attention; heads x width are the same in both attentions."""
-    caption_channels: Positive = 2304
-    """Width of a text row."""
-    mlp_ratio: Annotated[float, Field(gt=0)] = 2.5
-    """Width of the feed-forward layer, relative to the model's."""
-    qk_norm: Literal["rms_norm_across_heads"] | None = None
-    """Normalisation of queries and keys; SANA-1.5 has rms_norm_across_heads."""
-    interpolation_scale: float | None = None
-    """Scale of the position embedding; null: no position embedding (as in most released models)."""
-    sample_size: Positive | None = None
-    """Side of the latent at the base resolution, in latent pixels; null: that of `data.resolution`."""
-
-    def _conflicts(self) -> Iterator[str]:
-        self_width = self.num_attention_heads * self.attention_head_dim
-        cross_width = self.num_cross_attention_heads * self.cross_attention_head_dim
-        if self_width != cross_width:
-            yield (
-                f"num_attention_heads*attention_head_dim = {self_width} must equal "
-                f"num_cross_attention_heads*cross_attention_head_dim = {cross_width}"
-            )
-
-
 class ModelConfig(_Section):
     """The transformer: either `weights` (fine-tuning) or `arch` (from scratch); the other is null."""
 
     weights: StartWeights | None = None
     """Start weights. `weights: ID` alone is the model in that folder, or the `transformer` of that pipeline; `--set
     model.weights=ID` keeps the file's `runs_in`."""
-    arch: ArchConfig | None = None
-    """Shape of a new model."""
+    arch: dict[str, Any] | None = None
+    """A new model: the keys of diffusers' `config.json` of a `SanaTransformer2DModel` that differ from Sana 1.6B's,
+    such as `{num_layers: 28}`; `{}`: Sana 1.6B. Widths and `sample_size` follow from the other keys and from
+    `data.resolution`."""
 
     def _conflicts(self) -> Iterator[str]:
         if (self.weights is None) == (self.arch is None):

@@ -60,11 +60,11 @@ def run(config: Config, as_json: bool = False) -> int:
     vae = _inspect(_Part("VAE", config.vae, "encode"), encoders.vae_shape)
     text = _inspect(_Part("text encoder", config.text, "encode"), text_width)
     parts = [vae, text, _tokenizer(config)]
-    if config.vae.decoder is not None:
+    if (decoder := config.vae.other_decoder) is not None:
         facts: Callable[[Path], Any] = encoders.decoder_shape
         if vae.facts is not None:
             facts = partial(encoders.check_decoder, hub.resolve(config.vae, ("config.json",)))
-        parts.append(_inspect(_Part("decoder", config.vae.decoder, "sample"), facts))
+        parts.append(_inspect(_Part("decoder", decoder, "sample"), facts))
     shape: ModelSpec | None = None
     if (weights := config.model.weights) is not None:
         read = partial(spec_at, variant=weights.variant)

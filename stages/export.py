@@ -47,7 +47,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _TOKENIZER = (*TOKENIZER_FILES, "added_tokens.json", "chat_template.jinja")
 _SAME = (
-    *("train.flow.shift", "data.resolution", "vae.scaling_factor"),
+    *("train.flow.shift", "data.resolution"),
     *("text.recipe", "text.instruction", "text.max_length"),
 )
 """Options that must be as in training."""
@@ -323,11 +323,8 @@ def _write(config: Config, architecture: ModelSpec, parts: Parts, work: Path) ->
     from pipeline.models.sampler import scheduler  # the only import of diffusers here
 
     scheduler(config.train.flow.shift).save_pretrained(work / "scheduler")
-    copy_model(parts.vae, work / "vae", config.vae)
-    if config.vae.scaling_factor is not None:
-        path = work / "vae" / "config.json"
-        _json(path, {**hub.read_json(path), "scaling_factor": config.vae.scaling_factor})
-    copy_model(parts.text, work / "text_encoder", config.text)
+    copy_model(parts.vae, work / "vae")
+    copy_model(parts.text, work / "text_encoder")
     (work / "tokenizer").mkdir()
     for name in _TOKENIZER:
         if (parts.tokenizer / name).is_file():
@@ -375,13 +372,13 @@ def copy_settings(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def copy_model(source: Path, target: Path, weights: Weights) -> None:
+def copy_model(source: Path, target: Path) -> None:
     """Copy a model's configuration and weights; file names lose the variant, since the copy has only one."""
     target.mkdir()
     for path in sorted(source.glob("*config.json")):
         copy_settings(path, target / path.name)
-    chosen = hub.choose(source, weights.variant)
-    middle = f".{weights.variant}" if weights.variant else ""
+    chosen = hub.choose(source)
+    middle = f".{chosen.variant}" if chosen.variant else ""
     plain = {name: name.replace(middle, "", 1) for name in chosen.files}
     for name in chosen.files:
         shutil.copyfile(source / name, target / plain[name])

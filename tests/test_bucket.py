@@ -1011,9 +1011,6 @@ def test_caches_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     "setting",
     [
         "vae.dtype=bf16",
-        "vae.tf32=true",
-        "vae.channels_last=true",
-        "vae.scaling_factor=0.5",
         "text.dtype=bf16",
         "text.recipe=nvlabs",
         "text.max_length=200",

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 def config(**changes: Any) -> SanaConfig:
     arch = tiny_run.config(layers=7).model.arch
     assert arch is not None
-    return SanaConfig.from_arch(arch.model_copy(update=changes), 8)
+    return SanaConfig.from_arch({**arch, **changes}, 8)
 
 
 def stages_of(model: SanaTransformer, count: int) -> list[SanaStage]:

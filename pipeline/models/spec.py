@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from pipeline.config import ArchConfig, TrainConfig
+from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.models import hub
 
@@ -302,6 +302,6 @@ def spec_at(place: Path, variant: str | None = None) -> ModelSpec:
     return spec_of(hub.read_json(place / "config.json"), str(place / "config.json"))
 
 
-def spec_from_arch(arch: ArchConfig, sample_size: int) -> ModelSpec:
-    """Of a model from scratch. sample_size: the default of `arch.sample_size`."""
+def spec_from_arch(arch: Mapping[str, Any], sample_size: int) -> ModelSpec:
+    """The spec of a model from scratch. sample_size: the default of that key of `model.arch`."""
     return spec_class(SANA, "model.arch").from_arch(arch, sample_size)  # type: ignore[attr-defined]

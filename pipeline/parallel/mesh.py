@@ -101,6 +101,11 @@ def reopening(launch: Launch, patience_s: float) -> Launch:
     """The launch for a process that opens several groups, one after the other. The groups share one store, each under
     another prefix. A store that is closed and opened again would still have the addresses of the group before
     (torchrun's), or its port would not be free yet."""
+    # `train` meets twice: to compare the devices, and to train. Ranks 0 and 1 of a launch:
+    #   rank 0   store (server)  "group-0/device-0", "group-0/devices"   "group-1/..." addresses of gloo and NCCL
+    #   rank 1   store (client)  "group-0/device-1"                      "group-1/..."
+    # Each rank takes the next prefix for its next group, so the n-th group of all ranks has one prefix, and no address
+    # of an earlier group is read. The iterator stays in the launch; with it the server lives as long as the process.
     return replace(launch, stores=_stores(launch, wait(patience_s)))
 
 

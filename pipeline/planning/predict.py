@@ -71,8 +71,8 @@ class Data:
             latent, text = snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe)
             batches = {(b.height, b.width): b.batch for b in snapshot.buckets}
             return cls(batches, len(snapshot), text.max_length, latent.compression, latent.channels, text.width)
-        arch = config.model.arch
-        channels, width = (arch.in_channels, arch.caption_channels) if arch else (CHANNELS, TEXT_WIDTH)
+        arch = config.model.arch or {}
+        channels, width = arch.get("in_channels", CHANNELS), arch.get("caption_channels", TEXT_WIDTH)
         compression = COMPRESSION if channels == CHANNELS else 8
         shapes = [s for _, table in buckets.resolutions(config.bucket, config.data, compression) for s in table]
         sizes = dict(zip(shapes, buckets.batches(config.bucket, shapes, compression), strict=True))

@@ -29,8 +29,6 @@ class LatentRecipe(PictureSignal):
     dtype: str = "fp32"
     scaling_factor: float = 0.41407
     tiling: bool = False
-    tf32: bool = False
-    channels_last: bool = False
 
     def shape(self, height: int, width: int) -> tuple[int, ...]:
         return self.channels, height // self.compression, width // self.compression
@@ -49,14 +47,10 @@ class LatentRecipe(PictureSignal):
 
     def settings(self, config: Config) -> Mapping[str, tuple[Any, Any]]:
         vae = config.vae
-        stated = {} if vae.scaling_factor is None else {"vae.scaling_factor": (vae.scaling_factor, self.scaling_factor)}
         return {
             "vae.dtype": (vae.dtype, self.dtype),
-            "vae.tf32": (vae.tf32, self.tf32),
-            "vae.channels_last": (vae.channels_last, self.channels_last),
             "data.background": (config.data.background, self.background),
             "encode.storage.latent": (config.encode.storage.latent, self.storage),
-            **stated,
         }
 
     def encoder(self, config: Config, device: Any) -> LatentEncoder:
@@ -70,9 +64,9 @@ class LatentRecipe(PictureSignal):
         return provenance_of(config.vae)
 
     def comparison(self, config: Config) -> ExactComparison | None:
-        from pipeline.models.encoders import ExactComparison, is_exact
+        from pipeline.models.encoders import ExactComparison
 
-        return None if is_exact(config.vae) else ExactComparison(config.vae)
+        return None if config.vae.dtype == "fp32" else ExactComparison(config.vae)
 
     def footprint(self, config: Config, height: int, width: int) -> Footprint:
         from pipeline.models.encoders import footprint
