@@ -595,10 +595,6 @@ class FlowConfig(_Section):
 
     shift: Annotated[float, Field(gt=0)] = 3.0
     """Shift of the times towards noise; used in sampling, too."""
-    logit_mean: float = 0.0
-    """Mean of the times' logit."""
-    logit_std: Annotated[float, Field(gt=0)] = 1.0
-    """Standard deviation of the times' logit."""
 
 
 class OptimConfig(_Section):
@@ -608,9 +604,7 @@ class OptimConfig(_Section):
     """adamw: 8 bytes of state per parameter. adamw8bit: 2 bytes (torchao). came: 4 bytes; NVlabs use it with
     weight_decay 0. Adafactor is not offered: torch's cannot be sharded."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
-    """Peak learning rate."""
-    scale_lr: Literal["none", "sqrt"] = "none"
-    """sqrt: multiply lr by sqrt(batch / 256), as NVlabs' trainer does."""
+    """Peak learning rate. NVlabs' trainer multiplies that of its configuration by sqrt(batch / 256)."""
     betas: Annotated[tuple[Share, ...], Field(min_length=2, max_length=3)] = (0.9, 0.999)
     """Decay of the moments; null: (0.9, 0.999) for AdamW, (0.9, 0.999, 0.9999) for CAME."""
     eps: Annotated[float, Field(gt=0)] | None = 1e-8
@@ -622,13 +616,9 @@ class OptimConfig(_Section):
     warmup_steps: NotNegative = 2000
     """Steps over which the rate rises to its peak."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """The rate after the warm-up. linear, cosine: it falls until `train.steps`. wsd: it is constant and falls over the
-    last `decay_steps` (with 1 - sqrt of the part that is done). A resumed run with another `train.steps` follows the
-    new curve from there."""
-    decay_steps: Positive | None = None
-    """Steps of the fall of wsd; null: a tenth of `train.steps`."""
-    final_lr: Share = 0.0
-    """Share of the peak to which the rate falls."""
+    """The rate after the warm-up. linear, cosine: it falls to 0 at `train.steps`. wsd: it is constant and falls over
+    the last tenth of `train.steps` (with 1 - sqrt of the part that is done). A resumed run with another `train.steps`
+    follows the new curve from there."""
     in_backward: bool = False
     """Update each parameter as soon as its gradient is complete, and free the gradient: the gradients of the whole
     model are never in memory together. Needs `clip: null`, because the global norm is known only afterwards."""
@@ -652,10 +642,6 @@ class OptimConfig(_Section):
             yield f"{self.name} has {expected} betas, not {len(self.betas)}; betas: null takes its defaults"
         if self.name == "came" and self.eps is not None:
             yield "eps is AdamW's; CAME's are fixed (1e-30 and 1e-16): write eps: null"
-        if self.decay_steps is not None and self.schedule != "wsd":
-            yield f"decay_steps belongs to schedule wsd, not {self.schedule}: write decay_steps: null"
-        if self.final_lr and self.schedule == "constant":
-            yield "final_lr needs a schedule that falls: linear, cosine or wsd"
 
 
 class EmaConfig(_Section):
