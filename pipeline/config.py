@@ -570,10 +570,6 @@ class FlowConfig(_Section):
 
     shift: Annotated[float, Field(gt=0)] = 3.0
     """Shift of the times towards noise; used in sampling, too."""
-    logit_mean: float = 0.0
-    """Mean of the times' logit."""
-    logit_std: Annotated[float, Field(gt=0)] = 1.0
-    """Standard deviation of the times' logit."""
 
 
 class OptimConfig(_Section):
@@ -583,9 +579,7 @@ class OptimConfig(_Section):
     """adamw: 8 bytes of state per parameter. adamw8bit: 2 bytes (torchao). came: 4 bytes; NVlabs use it with
     weight_decay 0. Adafactor is not offered: torch's cannot be sharded."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
-    """Peak learning rate."""
-    scale_lr: Literal["none", "sqrt"] = "none"
-    """sqrt: multiply lr by sqrt(batch / 256), as NVlabs' trainer does."""
+    """Peak learning rate. NVlabs' trainer multiplies that of its configuration by sqrt(batch / 256)."""
     betas: Annotated[tuple[Share, ...], Field(min_length=2, max_length=3)] = (0.9, 0.999)
     """Decay of the moments; null: (0.9, 0.999) for AdamW, (0.9, 0.999, 0.9999) for CAME."""
     eps: Annotated[float, Field(gt=0)] | None = 1e-8
@@ -597,13 +591,9 @@ class OptimConfig(_Section):
     warmup_steps: NotNegative = 2000
     """Steps over which the rate rises to its peak."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """The rate after the warm-up. linear, cosine: it falls until `train.steps`. wsd: it is constant and falls over the
-    last `decay_steps` (with 1 - sqrt of the part that is done). A resumed run with another `train.steps` follows the
-    new curve from there."""
-    decay_steps: Positive | None = None
-    """Steps of the fall of wsd; null: a tenth of `train.steps`."""
-    final_lr: Share = 0.0
-    """Share of the peak to which the rate falls."""
+    """The rate after the warm-up. linear, cosine: it falls to 0 at `train.steps`. wsd: it is constant and falls over
+    the last tenth of `train.steps` (with 1 - sqrt of the part that is done). A resumed run with another `train.steps`
+    follows the new curve from there."""
     in_backward: bool = False
     """Update each parameter as soon as its gradient is complete, and free the gradient: the gradients of the whole
     model are never in memory together. Needs `clip: null`, because the global norm is known only afterwards."""
@@ -627,10 +617,6 @@ class OptimConfig(_Section):
             yield f"{self.name} has {expected} betas, not {len(self.betas)}; betas: null takes its defaults"
         if self.name == "came" and self.eps is not None:
             yield "eps is AdamW's; CAME's are fixed (1e-30 and 1e-16): write eps: null"
-        if self.decay_steps is not None and self.schedule != "wsd":
-            yield f"decay_steps belongs to schedule wsd, not {self.schedule}: write decay_steps: null"
-        if self.final_lr and self.schedule == "constant":
-            yield "final_lr needs a schedule that falls: linear, cosine or wsd"
 
 
 class EmaConfig(_Section):
@@ -713,11 +699,7 @@ class ParallelConfig(_Section):
     tp_size: Positive = 1
     """Processes that share each matrix (tensor parallelism)."""
     pp_size: Positive = 1
-    """Groups of processes with consecutive blocks each (pipeline parallelism)."""
-    pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b"
-    """Order of microbatches in a pipeline (see pipeline/parallel/pipeline_parallel.py)."""
-    pp_stages_per_rank: Positive | None = None
-    """Pipeline stages of each group; null: 1 for 1f1b and gpipe, 2 for interleaved_1f1b, which needs several."""
+    """Groups of processes with consecutive blocks each (pipeline parallelism, 1F1B)."""
     reshard_after_forward: bool | None = None
     """Free a block's gathered parameters before the backward pass and after each microbatch: less memory, more gathers.
     null: yes where several processes share the parameters or `offload` is set, and no with a pipeline (it would gather
@@ -751,25 +733,12 @@ class ParallelConfig(_Section):
             yield "only one of dp_replicate and dp_shard can be -1 (what remains)"
         if self.reduce_each_microbatch and self.pp_size > 1:
             yield "reduce_each_microbatch does not go with pp_size > 1: a pipeline reduces once a step"
-        stages, one_stage = self.pp_stages_per_rank, self.pp_schedule in ("1f1b", "gpipe")
-        if one_stage and stages is not None and stages > 1:
-            yield (
-                f"pp_schedule {self.pp_schedule} has one stage per process, pp_stages_per_rank is {stages}: "
-                "interleaved_1f1b takes several"
-            )
-        if not one_stage and stages == 1:
-            yield f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1"
 
     def reshards(self, shards: int) -> bool:
         """`reshard_after_forward`, null resolved. `shards`: processes that share the parameters of a replica."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return self.pp_size == 1 and (shards > 1 or self.offload == "all")
-
-    @property
-    def stages_per_rank(self) -> int:
-        """`pp_stages_per_rank`, null resolved."""
-        return self.pp_stages_per_rank or (1 if self.pp_schedule in ("1f1b", "gpipe") else 2)
 
 
 class ValidationConfig(_Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,8 @@ def derived(name: str) -> list[str]:
     parameters = sum(_size(sizes) for sizes in shape.shapes().values())
     state = 16 * parameters / 1e9
     inputs = shape.num_layers * side * side * shape.inner_dim * 4 / 1e9
-    assert (train.optim.lr, train.optim.warmup_steps) == (lr, warmup)
-    rate_on_gpus, rate_at_batch = (
-        optimizers.peak_learning_rate(train.optim.model_copy(update={"scale_lr": "sqrt"}), size)
-        for size in (GPUS * each, batch)
-    )
+    rate_on_gpus, rate_at_batch = (lr * math.sqrt(size / 256) for size in (GPUS * each, batch))
+    assert train.optim.lr in (lr, rate_at_batch) and train.optim.warmup_steps == warmup
     fragments = [
         f"{latent // 1024} KiB a picture for the latent (32 x {side} x {side} bf16; arithmetic): "
         f"{latent * 1000 / 2**20 + 0.01:.0f} MiB for 1000 pictures",
@@ -130,9 +128,12 @@ def derived(name: str) -> list[str]:
         f"{sum(sizes):.1f} GB are fetched: {sizes[0]:.1f} of the transformer ({'fp32' if each_byte == 4 else 'bf16'}), "
         f"{sizes[1]:.1f} of Gemma-2-2b (bf16), {sizes[2]:.1f} of the VAE (fp32) (parameters times bytes)"
     )
-    if train.optim.scale_lr == "none":
+    if train.optim.lr == lr:
         times = lr / rate_at_batch
         fragments.append(f"Ours is {rate(lr)}, {'twice' if round(times, 2) == 2 else f'{times:.2f} times'} their rule")
+        fragments.append(f"With their rule: --set train.optim.lr={rate(rate_at_batch)}")
+    else:
+        fragments.append(f"{rate(rate_at_batch)} at our batch of {batch}, which is used here")
     for gpus in (4, 8):
         text = f"{state / gpus:.1f} GB on each of {gpus}"
         fragments += [text] if text in head(name) else []
