@@ -20,7 +20,16 @@ from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from pipeline.errors import ConfigError, alternatives, expanded, not_permitted
@@ -59,6 +68,21 @@ def _check_recompute(mode: str) -> str:
 
 
 Recompute = Annotated[str, AfterValidator(_check_recompute), "none | full | selective | every-K | auto"]
+
+
+def _check_traced(steps: str) -> str:
+    first, _, last = steps.partition("-")
+    if not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", steps) or int(first) < 2 or (last and int(last) < int(first)):
+        raise ValueError("must be steps FIRST-LAST or one step, from 2 on: 10-12 or 10")
+    return steps
+
+
+TracedSteps = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    AfterValidator(_check_traced),
+    "FIRST-LAST",
+]
 
 
 def _check_local(path: str) -> str:
@@ -125,8 +149,6 @@ class Weights(_Section):
     """The model's folder inside the repository or folder; null: the top."""
     revision: str | None = None
     """Branch, tag or commit on the hub; null: the main branch."""
-    variant: str | None = None
-    """The variant of the weight files, such as `fp16`; null: the files without one."""
 
 
 class StartWeights(Weights):
@@ -152,36 +174,24 @@ class StartWeights(Weights):
         return {"id": word, "subfolder": None if direct else "transformer"}
 
 
-class DecoderWeights(Weights):
-    """Another decoder of the VAE's latents, such as a faster one: diffusers' `AutoencoderDC` or `AutoencoderTiny`."""
-
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the decoder's computation."""
-
-    @classmethod
-    def from_word(cls, word: str) -> Any:
-        return {"id": word}
-
-
 class VaeConfig(Weights):
     """The image encoder."""
 
     subfolder: str | None = "vae"
     """The model's folder inside the repository or folder; null: the top."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the encoder's computation; part of the recipe. DC-AE overflows in fp16. With bf16, `tf32` or
-    `channels_last` `encode` prints how far some of your latents are from those in fp32."""
-    tf32: bool = False
-    """On a GPU, round the factors of fp32 products and convolutions to TF32; part of the recipe."""
-    channels_last: bool = False
-    """Keep the channels of a pixel side by side, which convolutions on a GPU prefer; part of the recipe, because sums
-    are then rounded in another order."""
-    scaling_factor: Annotated[float, Field(gt=0)] | None = None
-    """Latents are multiplied by this number; null: the factor in the VAE's configuration (0.41407 for Sana's DC-AE)."""
-    decoder: DecoderWeights | None = None
-    """The decoder of `sample` and `report`; null: the VAE's. It must have the VAE's channels, compression and scaling
-    factor; `mit-han-lab/dc-ae-lite-f32c32-sana-1.1-diffusers` is a faster one for Sana. `vae.decoder: ID` sets `id`.
-    Not part of the recipe."""
+    dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """Precision of the encoder's computation; part of the recipe. tf32: fp32, whose factors of products and
+    convolutions a GPU rounds to TF32. DC-AE overflows in fp16. With tf32 and bf16 `encode` prints how far some of your
+    latents are from those in fp32."""
+    decoder: Place | None = None
+    """The decoder of `sample` and `report`, a model on the hub or a folder, of diffusers' `AutoencoderDC` or
+    `AutoencoderTiny`; null: the VAE's. It must have the VAE's channels, compression and scaling factor;
+    `mit-han-lab/dc-ae-lite-f32c32-sana-1.1-diffusers` is a faster one for Sana. Not part of the recipe."""
+
+    @property
+    def other_decoder(self) -> Weights | None:
+        """The weights that `decoder` names."""
+        return None if self.decoder is None else Weights(id=self.decoder)
 
 
 class TextConfig(Weights):
@@ -293,11 +303,7 @@ class DataConfig(_Section):
     text file beside a picture."""
     caption_scores: dict[str, str] = {}
     """The score column of a caption column, such as `{long: clip}`: captions are then drawn by Sana's rule for CLIP
-    scores (see pipeline/sources/caption_columns.py)."""
-    score_threshold: Annotated[float, Field(ge=0)] = 25.0
-    """Sana's rule: captions with a lower score are not drawn; if all scores are lower, the best caption is."""
-    score_power: Annotated[float, Field(ge=0)] = 10.0
-    """Sana's rule: captions are drawn in proportion to score to this power."""
+    scores: in proportion to score^10, and none below 25, unless all are; then the best is."""
     caption: str | None = None
     """The caption of pictures without one. none: the empty caption. filename: the file's name without its ending.
     folder: the name of its folder (underscores become spaces in both; of kohya's `10_sks dog` it is `sks dog`). null:
@@ -305,8 +311,6 @@ class DataConfig(_Section):
     caption_prefix: str = ""
     """Text put before every caption, as written (with its spaces). Where a caption has `[trigger]`, the words of
     this text take its place, and nothing is put before it."""
-    caption_suffix: str = ""
-    """Text put after every caption, as written (with its spaces)."""
     caption_parts: Literal["auto", "captions", "tags"] = "auto"
     """What the lines of a text and the entries of a list are. captions: a caption each. tags: tags, which are joined
     with commas into one caption. auto: a text is one caption, with its line breaks; a list of tags is one caption, a
@@ -317,14 +321,6 @@ class DataConfig(_Section):
     """The column of a table that holds the picture or its file name; null: chosen by type and name."""
     image_root: Place | None = None
     """The folder that a table's file names are relative to; null: the table's folder."""
-    link_timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds that fetching one picture from a web server may take, where a table names pictures by URL."""
-    allow_links: Literal["none", "private", "stores", "all"] = "none"
-    """What the URLs of a table may reach besides public web servers: a table that others made can name what only you
-    reach. private: servers of this machine and of private networks. stores: objects of s3://, gs://, hf:// and az://,
-    read with your credentials. all: both."""
-    retry_links: bool = False
-    """Whether a scan tries links again that gave no picture in an earlier scan; `--rehash` fetches every link again."""
     pictures: FurtherPictures = FurtherPictures()
     """Further pictures of each sample."""
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
@@ -395,17 +391,6 @@ class StorageConfig(_Section):
         return {"latent": word, "text": word}
 
 
-class RayConfig(_Section):
-    """Resources of one unit as a Ray task (`--engine ray`)."""
-
-    cpus: Annotated[float, Field(ge=0)] = 1.0
-    """CPUs of a task."""
-    gpus: Annotated[float, Field(ge=0)] | None = None
-    """GPUs of a task; null: 1 if the cluster has GPUs and encode.device is not cpu, else 0."""
-    retries: NotNegative = 10
-    """Limit on nodes and processes lost while running one unit."""
-
-
 class EncodeConfig(_Section):
     """How encoding is divided into units and run. Only `storage` is part of the recipe. Batch sizes are part of the
     plan, so a unit's bytes do not depend on the process that encodes it."""
@@ -445,14 +430,6 @@ class EncodeConfig(_Section):
     """Seconds without a sign of life after which idle processes take over a worker's unit."""
     grace_s: Annotated[float, Field(ge=0)] = 20.0
     """Seconds that the current unit may take after SIGTERM, SIGUSR1 or SIGHUP; then it is dropped at its next batch."""
-    min_free_gib: Annotated[float, Field(ge=0)] = 1.0
-    """GiB that stay free on the cache's disk beside the next unit; below that, encoding pauses."""
-    low_disk_wait_s: Annotated[float, Field(ge=0)] = 3600.0
-    """Seconds to wait for disk space before encoding ends with an error; 0: do not wait."""
-    trackers: list[Tracker] = []
-    """Where metrics go beside the rows in the cache's `reports/`, by accelerate's names: one run for each process."""
-    ray: RayConfig = RayConfig()
-    """Resources of a Ray task."""
 
 
 class SourceConfig(_Section):
@@ -562,50 +539,16 @@ class MetricsConfig(_Section):
     `sana_pipe_*.prom` there; null: none."""
 
 
-class ArchConfig(_Section):
-    """Shape of a Sana transformer that is trained from scratch. Defaults: Sana 1.6B."""
-
-    in_channels: Positive = 32
-    """Channels of a latent."""
-    num_layers: Positive = 20
-    """Transformer blocks."""
-    num_attention_heads: Positive = 70
-    """Heads of self attention (linear)."""
-    attention_head_dim: Positive = 32
-    """Width of a head of self attention."""
-    num_cross_attention_heads: Positive = 20
-    """Heads of cross attention."""
-    cross_attention_head_dim: Positive = 112
-    """Width of a head of cross attention; heads x width are the same in both attentions."""
-    caption_channels: Positive = 2304
-    """Width of a text row."""
-    mlp_ratio: Annotated[float, Field(gt=0)] = 2.5
-    """Width of the feed-forward layer, relative to the model's."""
-    qk_norm: Literal["rms_norm_across_heads"] | None = None
-    """Normalisation of queries and keys; SANA-1.5 has rms_norm_across_heads."""
-    interpolation_scale: float | None = None
-    """Scale of the position embedding; null: no position embedding (as in most released models)."""
-    sample_size: Positive | None = None
-    """Side of the latent at the base resolution, in latent pixels; null: that of `data.resolution`."""
-
-    def _conflicts(self) -> Iterator[str]:
-        self_width = self.num_attention_heads * self.attention_head_dim
-        cross_width = self.num_cross_attention_heads * self.cross_attention_head_dim
-        if self_width != cross_width:
-            yield (
-                f"num_attention_heads*attention_head_dim = {self_width} must equal "
-                f"num_cross_attention_heads*cross_attention_head_dim = {cross_width}"
-            )
-
-
 class ModelConfig(_Section):
     """The transformer: either `weights` (fine-tuning) or `arch` (from scratch); the other is null."""
 
     weights: StartWeights | None = None
     """Start weights. `weights: ID` alone is the model in that folder, or the `transformer` of that pipeline; `--set
     model.weights=ID` keeps the file's `runs_in`."""
-    arch: ArchConfig | None = None
-    """Shape of a new model."""
+    arch: dict[str, Any] | None = None
+    """A new model: the keys of diffusers' `config.json` of a `SanaTransformer2DModel` that differ from Sana 1.6B's,
+    such as `{num_layers: 28}`; `{}`: Sana 1.6B. Widths and `sample_size` follow from the other keys and from
+    `data.resolution`."""
 
     def _conflicts(self) -> Iterator[str]:
         if (self.weights is None) == (self.arch is None):
@@ -690,8 +633,6 @@ class EmaConfig(_Section):
     """Decay per step; a new average starts with (1 + step) / (10 + step) if that is less."""
     device: Literal["same", "cpu"] = "same"
     """same: beside the parameters. cpu: in host memory."""
-    every: Positive = 1
-    """Steps between updates; the decay per step stays the same."""
 
 
 class AdapterConfig(_Section):
@@ -731,8 +672,6 @@ class PreserveConfig(_Section):
     """Keep what the base knows while an adapter learns: on a share of the samples the target is the base's own
     prediction, computed with the adapter off."""
 
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of these samples' loss."""
     share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Share of the samples."""
     prompt: str | Annotated[list[str], Field(min_length=1)] | None = None
@@ -777,9 +716,6 @@ class ParallelConfig(_Section):
     null: yes where several processes share the parameters or `offload` is set, and no with a pipeline (it would gather
     again for each microbatch). One process gathers nothing, but casts its fp32 parameters to the compute dtype: no
     keeps 2 bytes per parameter and casts once per step."""
-    prefetch_blocks: Positive | None = None
-    """Blocks whose parameters are gathered ahead (the counterpart of `limit_all_gathers` of FSDP1); null: FSDP2's rule,
-    one."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are sent and summed."""
     reduce_each_microbatch: bool | None = None
@@ -792,8 +728,6 @@ class ParallelConfig(_Section):
     offload: Literal["none", "all"] = "none"
     """all: parameters, gradients and optimizer states stay in host memory, and the optimizer runs on the CPU; a block's
     parameters are copied to the GPU when it runs."""
-    timeout_s: Positive = 600
-    """Limit in seconds on every wait for another process; a process that waits for data gets `patience_s` more."""
 
     @classmethod
     def from_word(cls, word: str) -> Any:
@@ -841,10 +775,6 @@ class ValidationConfig(_Section):
     """Steps between validations; also before the first step and after the last one."""
     samples: Positive = 512
     """Samples of all buckets together, each bucket in proportion to its size."""
-    levels: Positive = 8
-    """Noise levels, equidistant: (i + 0.5) / levels."""
-    seed: NotNegative = 0
-    """Seed of the choice of samples, of their captions and noise; not `train.seed`, so that runs can be compared."""
 
 
 class PicturesConfig(_Section):
@@ -864,17 +794,6 @@ class PicturesConfig(_Section):
     decode: bool = True
     """When the run has ended, decode the pictures and write RUN/report.html, in a process of its own. false: later, by
     `sample --watch` and `report`, where a node of a cluster would wait for it."""
-
-
-class ProfileConfig(_Section):
-    """A trace of some steps, in the folder `profile` of the run (see docs/training.md)."""
-
-    start: Annotated[int, Field(ge=2)] = 10
-    """The first step that is traced, counted since the run started or resumed; the one before it is a warm-up."""
-    steps: Positive = 3
-    """Steps that are traced."""
-    ranks: Literal["first", "all"] = "first"
-    """first: the first process alone. all: every process, each into its file."""
 
 
 class TrainConfig(_Section):
@@ -900,9 +819,6 @@ class TrainConfig(_Section):
     """On a GPU, round the factors of fp32 matrix products and convolutions to TF32 (10 bits): up to eight times as
     fast. Under bf16 and fp16 it changes nothing on a GPU of compute capability 8.0 or newer: only linear attention
     multiplies in fp32 there, in a kernel that is as exact either way."""
-    residual: Literal["fp32", "compute"] = "fp32"
-    """Precision of the tokens between blocks, of the norms over them and of the gates. fp32: as under NVlabs' autocast.
-    compute: as `precision`. For error and memory of both see docs/figures.md."""
     recipe: Literal["default", "nvlabs"] = "default"
     """nvlabs: follow NVlabs' trainer where no other option does: CAME (3x3 kernels unfactored and without confidence;
     query, key and value as one matrix), weight decay of all parameters, a first step of rate 0, eps of attention. See
@@ -950,12 +866,6 @@ class TrainConfig(_Section):
     length_window: NotNegative = 0
     """Batches of a bucket, on average, that are sorted by caption length together (length grouping); 0: none. Part of
     the order, so a run cannot be resumed with another value."""
-    prefetch: NotNegative | None = None
-    """Limit on steps read ahead; null: `prefetch_mib` alone; 0: read without threads."""
-    prefetch_mib: Positive = 128
-    """MiB read ahead per process."""
-    loader_threads: Positive = 2
-    """Threads that read."""
     max_quarantine_rate: Share = 0.05
     """With --quarantine: save and end if more than this share of the last 10,000 samples (at least 200) replaced
     unreadable ones; a fifth of it gives a warning."""
@@ -971,16 +881,14 @@ class TrainConfig(_Section):
     """Write checkpoints while training goes on; takes host memory of the size of a process's share."""
     trackers: list[Tracker] = ["tensorboard"]
     """Where metrics go beside `metrics.jsonl`, by accelerate's names."""
-    peak_tflops: Annotated[float, Field(gt=0)] | None = None
-    """Peak TFLOPS of one GPU in the run's precision, for MFU; null: from its data sheet, if known."""
     compile: Literal["auto", "none", "block"] = "auto"
     """block: compile each block with torch.compile, once for all shapes, and what prepares text and timestep. auto:
     block on a GPU of compute capability 8.0 or newer with Triton, unless another option excludes it; else none. A
     resumed run keeps its choice."""
-    compile_backend: str = "inductor"
-    """torch.compile's backend."""
-    profile: ProfileConfig | None = None
-    """Trace some steps with torch.profiler; null: none, {}: with its defaults."""
+    profile: TracedSteps | None = None
+    """Trace these steps with torch.profiler on the first process, into the folder `profile` of the run: 10-12, or 10.
+    They are counted since the run started or resumed, and begin at 2, because the step before is a warm-up; null:
+    none."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
 
@@ -1095,7 +1003,7 @@ class Config(_Section):
     patience_s: Annotated[float, Field(ge=0)] = 300.0
     """Seconds to wait for storage that does not answer (of the cache or a source: object store, web server, network
     disk). It is named after some seconds, and `train` saves before it gives up. Storage that has never answered gets
-    5 s: its address is probably wrong."""
+    5 s: its address is probably wrong. Processes of a training wait for each other as long and 5 minutes more."""
     vae: VaeConfig
     """The image encoder."""
     text: TextConfig
@@ -1365,7 +1273,7 @@ def setting(option: str, *values: Any) -> str:
     return alternatives("--set", (f"{option}={on_one_line(value)}" for value in values))
 
 
-WITH_SPACES = ("caption_prefix", "caption_suffix")
+WITH_SPACES = ("caption_prefix",)
 """Options whose text may begin or end with spaces."""
 
 

@@ -1,4 +1,5 @@
-"""Where a command may write: never over what the configuration reads, nor over files that the product did not write.
+"""Check where a command may write: never over what the configuration reads, nor over files that the product did not
+write.
 
 What: `check` refuses a place that holds an input, or lies in one. `recorded` lists the files of a folder with their
 digests when it is written; `foreign` names those that somebody added or changed since, which `carry` takes along.

@@ -60,11 +60,11 @@ def run(config: Config, as_json: bool = False) -> int:
     vae = _inspect(_Part("VAE", config.vae, "encode"), encoders.vae_shape)
     text = _inspect(_Part("text encoder", config.text, "encode"), text_width)
     parts = [vae, text, _tokenizer(config)]
-    if config.vae.decoder is not None:
+    if (decoder := config.vae.other_decoder) is not None:
         facts: Callable[[Path], Any] = encoders.decoder_shape
         if vae.facts is not None:
             facts = partial(encoders.check_decoder, hub.resolve(config.vae, ("config.json",)))
-        parts.append(_inspect(_Part("decoder", config.vae.decoder, "sample"), facts))
+        parts.append(_inspect(_Part("decoder", decoder, "sample"), facts))
     shape: ModelSpec | None = None
     if (weights := config.model.weights) is not None:
         read = partial(spec_at, variant=weights.variant)
@@ -94,7 +94,7 @@ def run(config: Config, as_json: bool = False) -> int:
 
 
 def _problems_of(there: launch.Gpus, config: Config) -> list[UserError]:
-    """Why the stages that may take a GPU of this machine cannot use it."""
+    """Say why the stages that may take a GPU of this machine cannot use it."""
     options = {"encode.device": config.encode.device, "train.device": config.train.device}
     wanting = next((option for option, name in options.items() if name != "cpu"), None)
     if wanting is not None and there.problem is not None:

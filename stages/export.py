@@ -47,7 +47,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _TOKENIZER = (*TOKENIZER_FILES, "added_tokens.json", "chat_template.jinja")
 _SAME = (
-    *("train.flow.shift", "data.resolution", "vae.scaling_factor"),
+    *("train.flow.shift", "data.resolution"),
     *("text.recipe", "text.instruction", "text.max_length"),
 )
 """Options that must be as in training."""
@@ -154,19 +154,19 @@ def run(
 
 
 def _header(config: Config, adapter: Adapter, document: checkpoints.Document, title: str) -> dict[str, str]:
-    """What an adapter's file says of itself."""
+    """Make the header of an adapter's file."""
     base, rank = _base(config)["base"].strip("`"), getattr(adapter, "rank", None)
     return files.header(title, base, trigger_of(config), config.data.resolution, document.state.step, rank)
 
 
 def first_drawing(document: checkpoints.Document) -> str:
-    """What a run drew before its first step, in words: the base, unless it continued an adapter."""
+    """Say what a run drew before its first step, in words: the base, unless it continued an adapter."""
     continued = document.began_from is not None or value_at(document.config, "train.adapter.start") is not None
     return "before this run" if continued else "base"
 
 
 def _form(form: str, architecture: ModelSpec, adapter: Adapter | None) -> str:
-    """What is written: one of the adapter's formats, of the architecture's, or `merged`, a whole pipeline.
+    """Choose what is written: one of the adapter's formats, of the architecture's, or `merged`, a whole pipeline.
 
     Raises:
         ConfigError: the checkpoint has no such form.
@@ -321,11 +321,8 @@ def _write(config: Config, architecture: ModelSpec, parts: Parts, work: Path) ->
     from pipeline.models.sampler import scheduler  # the only import of diffusers here
 
     scheduler(config.train.flow.shift).save_pretrained(work / "scheduler")
-    copy_model(parts.vae, work / "vae", config.vae)
-    if config.vae.scaling_factor is not None:
-        path = work / "vae" / "config.json"
-        _json(path, {**hub.read_json(path), "scaling_factor": config.vae.scaling_factor})
-    copy_model(parts.text, work / "text_encoder", config.text)
+    copy_model(parts.vae, work / "vae")
+    copy_model(parts.text, work / "text_encoder")
     (work / "tokenizer").mkdir()
     for name in _TOKENIZER:
         if (parts.tokenizer / name).is_file():
@@ -373,13 +370,13 @@ def copy_settings(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def copy_model(source: Path, target: Path, weights: Weights) -> None:
+def copy_model(source: Path, target: Path) -> None:
     """Copy a model's configuration and weights; file names lose the variant, since the copy has only one."""
     target.mkdir()
     for path in sorted(source.glob("*config.json")):
         copy_settings(path, target / path.name)
-    chosen = hub.choose(source, weights.variant)
-    middle = f".{weights.variant}" if weights.variant else ""
+    chosen = hub.choose(source)
+    middle = f".{chosen.variant}" if chosen.variant else ""
     plain = {name: name.replace(middle, "", 1) for name in chosen.files}
     for name in chosen.files:
         shutil.copyfile(source / name, target / plain[name])
@@ -390,8 +387,8 @@ def copy_model(source: Path, target: Path, weights: Weights) -> None:
 
 
 def tokenizer_class(folder: Path) -> str:
-    """In transformers 4 `GemmaTokenizer` is the slow class, which reads another file than training did, and
-    `TokenizersBackend` is called `PreTrainedTokenizerFast`, in 5, too."""
+    """Name the tokenizer's class. In transformers 4 `GemmaTokenizer` is the slow class, which reads another file than
+    training did, and `TokenizersBackend` is called `PreTrainedTokenizerFast`, in 5, too."""
     path = folder / "tokenizer_config.json"
     name = hub.read_json(path).get("tokenizer_class") if path.is_file() else None
     both = {"GemmaTokenizer": "GemmaTokenizerFast", "TokenizersBackend": "PreTrainedTokenizerFast"}

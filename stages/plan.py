@@ -27,7 +27,7 @@ from pipeline.training.remedies import flags
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for.
+    """The options of the command line.
 
     Attributes:
         gpus: of all nodes together; `gpu`, `gpu_memory`: the card, and memory that is not the card's.

@@ -39,6 +39,8 @@ from pipeline.training.task import Context, Log, Report
 from pipeline.training.trainer import fit
 
 T = TypeVar("T")
+_PREDICTION_S = 300
+"""Seconds that the other processes wait at least, beside the usual ones, for the predictions of the first."""
 Choice = str | Path | None
 """Of a checkpoint or a file, as the command line names it."""
 
@@ -65,7 +67,7 @@ def run(
         UserError: no snapshot, one that does not fit the model or that `gc` elsewhere may remove, a run directory in
             use, and whatever `pipeline.training.checks` refuses.
     """
-    launch = reopening(detect(), config.train.parallel.timeout_s)
+    launch = reopening(detect(), config.patience_s)
     log = (log or (lambda line: print(line, flush=True))) if launch.is_main else (lambda line: None)
     report = _train(config, _Call(launch, resume, quarantine, origin, log), snapshot)
     _decode_later(config, launch, report)
@@ -104,15 +106,16 @@ def _summarize(last: Path, snapshot: Snapshot, log: Log) -> None:
 def _for_the_smallest(config: Config, launch: Launch, machine: Machine, function: Callable[[Machine], T]) -> T:
     """What the first process chooses for the smallest memory of all devices, on every process. It chooses between two
     process groups, since a prediction opens one that sends nothing."""
-    parallel, chosen = ParallelConfig(timeout_s=max(600, config.train.parallel.timeout_s)), Future[T]()
-    with open_mesh(launch, parallel, torch.device("cpu")):
+    opened, chosen = partial(open_mesh, launch, ParallelConfig(), torch.device("cpu")), Future[T]()
+    patience_s = max(_PREDICTION_S, config.patience_s)
+    with opened(patience_s=patience_s):
         memory = min(all_gather_objects(machine.memory))
     if launch.is_main:
         try:
             chosen.set_result(function(replace(machine, memory=memory)))
         except Exception as error:
             chosen.set_exception(error)
-    with open_mesh(launch, parallel, torch.device("cpu")):
+    with opened(patience_s=patience_s):
         return broadcast_from_rank_0(chosen.result)
 
 
@@ -137,7 +140,7 @@ def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
     config = _as_encoded(config, cache, opened, log)
     config, inputs = find_inputs(config, cache, opened, resumed, log)
     data = Data.of(config, opened)
-    device = agreed_device(launch, config.train.parallel.timeout_s, partial(_device, config, launch, log))
+    device = agreed_device(launch, config.patience_s, partial(_device, config, launch, log))
     config = with_text(config, device)
     if config.train.undecided:
         config = _decided(config, inputs, launch, device, data, continued, log)

@@ -45,7 +45,7 @@ ROOMS = {
     ),
     "sources": (
         ["pipeline/sources/*"],
-        "caption_rules captions documents edges encode encode_sources estimate fuzz links prompts reasons remote scan "
+        "caption_rules captions documents edges encode encode_sources estimate fuzz prompts reasons remote scan "
         "source sources tag_sets urls",
     ),
     "images": (

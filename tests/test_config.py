@@ -152,7 +152,6 @@ def test_missing_section(tmp_path: Path) -> None:
     [
         ("{}", "either model.weights"),
         ("{weights: {id: a}, arch: {}}", "either model.weights"),
-        ("{arch: {num_layers: 2, num_attention_heads: 3, attention_head_dim: 32}}", "must equal"),
     ],
 )
 def test_impossible_combinations_of_the_model(tmp_path: Path, model: str, part: str) -> None:
@@ -173,7 +172,6 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         ("{compile: block, activation_compression: int8}", "activation_compression to none"),
         ("{compile: whole}", "train.compile"),
         ("{trackers: [tensorboards]}", "train.trackers"),
-        ("{peak_tflops: 0}", "train.peak_tflops"),
     ],
 )
 def test_incompatible_options_are_refused_with_values_that_work(tmp_path: Path, text: str, says: str) -> None:
@@ -298,17 +296,16 @@ def test_a_setting_in_a_message_means_its_value_when_pasted(value: str | None) -
     assert load("tiny", [words[1]]).text.revision == value
 
 
-@pytest.mark.parametrize("option", ["data.caption_prefix", "data.caption_suffix"])
 @pytest.mark.parametrize("value", [" sks, ", "' sks, '", '" sks, "'])
-def test_the_spaces_around_a_caption_are_kept(option: str, value: str) -> None:
-    assert getattr(load("tiny", [f"{option}={value}"]).data, option.partition(".")[2]) == " sks, "
+def test_the_spaces_around_a_prefix_are_kept(value: str) -> None:
+    assert load("tiny", [f"data.caption_prefix={value}"]).data.caption_prefix == " sks, "
     assert load("tiny", ["data.caption= 5 dogs "]).data.caption == "5 dogs"
 
 
 PATHS = ("cache", "mirror.path", "train.output", "data.image_root", "vae.id", "text.id", "model.weights.id")
 
 
-@pytest.mark.parametrize("option", [*PATHS, "bucket.caches", "model.weights", "vae.decoder", "vae.decoder.id"])
+@pytest.mark.parametrize("option", [*PATHS, "bucket.caches", "model.weights", "vae.decoder"])
 def test_variables_in_paths_are_replaced_or_refused(
     option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -371,7 +368,7 @@ def test_set_overrides(tmp_path: Path) -> None:
     assert config.data.buckets == [(64, 64), (48, 80)]
     assert config.model.weights is None
     assert config.model.arch is not None
-    assert config.model.arch.num_layers == 2
+    assert config.model.arch["num_layers"] == 2
     assert config.train.seed == 2
 
 
@@ -467,7 +464,7 @@ def test_constants_of_the_released_models_of_1_5() -> None:
         assert config.model.weights is not None
         for source in (config.vae, config.text, config.model.weights):
             assert source.id == f"Efficient-Large-Model/SANA1.5_{size}_1024px_diffusers"
-            assert source.variant is None  # one set of weights, bf16
+        assert config.model.weights.variant is None  # one set of weights, bf16
         assert config.model.weights.runs_in == ["bf16", "fp32"]
 
 
@@ -513,7 +510,7 @@ def test_every_shipped_configuration_trains(
     small = load("tiny").model.arch
     assert small is not None
     norm = "rms_norm_across_heads" if name.startswith("sana15") else None
-    given = {**small.model_dump(), "num_layers": 2, "qk_norm": norm}
+    given = {**small, "num_layers": 2, "qk_norm": norm}
     overrides = ["model.weights=null", f"model.arch={given}".replace("None", "null")]
     run = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
     run += ["train.validation=null", "train.pictures=null"]  # the cache has no held-out part and no prompts
@@ -577,7 +574,7 @@ def test_the_page_of_options_is_up_to_date() -> None:
 def test_the_printed_configuration_loads_to_the_same(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = ["train.ema={every: 3}", "bucket.sources={a: {weight: 2}, b: {}}", "data.caption='#: -'", "cache='1'"]
+    overrides = ["train.ema={decay: 0.5}", "bucket.sources={a: {weight: 2}, b: {}}", "data.caption='#: -'", "cache='1'"]
     config, given = load_given(path, overrides)
     assert stages.config.run(config, given) == 0
     printed = capsys.readouterr().out

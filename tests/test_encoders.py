@@ -243,9 +243,8 @@ def test_latents_equal_the_autoencoders(folder: Path, images: np.ndarray) -> Non
     assert (got != want.to(torch.bfloat16)).float().mean() < 0.01
     assert np.array_equal(bits, encoder.encode(images))
     assert (encoder.compression, encoder.channels) == (8, small_models.LATENT_CHANNELS)
-    doubled = VaeConfig(id=str(folder), scaling_factor=2 * whole.config.scaling_factor)
-    twice = from_bits(encoders.LatentEncoder.load(doubled, "cpu").encode(images))
-    assert torch.equal(twice.float(), 2 * got.float())
+    encoder.scaling_factor *= 2
+    assert torch.equal(from_bits(encoder.encode(images)).float(), 2 * got.float())
 
 
 def test_each_half_holds_no_part_of_the_other(folder: Path) -> None:
@@ -257,29 +256,27 @@ def test_each_half_holds_no_part_of_the_other(folder: Path) -> None:
     assert not any(t.is_meta for half in (encoder, decoder) for t in half.model.state_dict().values())
 
 
-def test_tf32_and_channels_last_reach_the_encoder_and_nothing_else(
-    folder: Path, images: np.ndarray, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16"])
+def test_tf32_is_allowed_in_the_encoder_alone_and_if_it_is_its_dtype(
+    folder: Path, images: np.ndarray, monkeypatch: pytest.MonkeyPatch, dtype: Any, before: bool
 ) -> None:
-    seen: list[tuple[bool, bool, bool, bool]] = []
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    plain = encoders.LatentEncoder.load(VaeConfig(id=str(folder)), "cpu").encode(images)
-    for tf32, last in ((False, False), (True, False), (False, True)):
-        encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder), tf32=tf32, channels_last=last), "cpu")
-        inner = encoder.model.encode
+    def flags() -> tuple[bool, bool]:
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
 
-        def spy(x: torch.Tensor, inner: Any = inner, encoder: Any = encoder) -> Any:
-            kernels = [p for p in encoder.model.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1]
-            sides = all(t.is_contiguous(memory_format=torch.channels_last) for t in [x, *kernels])
-            both = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-            seen.append((*both, torch.backends.cudnn.deterministic, sides))
-            return inner(x)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", before)
+    outside, inside = flags(), []
+    encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder), dtype=dtype), "cpu")
+    inner = encoder.model.encode
 
-        monkeypatch.setattr(encoder.model, "encode", spy)
-        got = encoder.encode(images)
-        a, b = (from_bits(bits).float() for bits in (got, plain))
-        assert float((a - b).norm() / b.norm()) < 1e-3
-    assert seen == [(False, False, True, False), (True, True, True, False), (False, False, True, True)]
-    assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    def spy(x: torch.Tensor) -> Any:
+        inside.append((*flags(), torch.backends.cudnn.deterministic))
+        return inner(x)
+
+    monkeypatch.setattr(encoder.model, "encode", spy)
+    encoder.encode(images)
+    allowed = dtype == "tf32"
+    assert inside == [(allowed, allowed, True)] and flags() == outside
 
 
 def test_decoding_equals_the_autoencoders(folder: Path, images: np.ndarray, one_thread: None) -> None:
@@ -317,7 +314,7 @@ def test_another_decoder_of_the_same_latents_takes_the_place_of_the_vaes(
     import diffusers
 
     path = other_decoder(folder, kind)
-    config = VaeConfig.model_validate({"id": str(folder), "decoder": str(path)})
+    config = VaeConfig(id=str(folder), decoder=str(path))
     assert encoders.describe_vae(config) == encoders.describe_vae(VaeConfig(id=str(folder))), "the same recipe"
     latents = from_bits(encoders.LatentEncoder.load(config, "cpu").encode(images)).float()
     decoder = encoders.LatentDecoder.load(config, "cpu")
@@ -350,15 +347,14 @@ def test_another_decoder_of_the_same_latents_takes_the_place_of_the_vaes(
     ],
 )
 def test_a_decoder_of_other_latents_is_refused(folder: Path, kind: str, changes: dict[str, Any], found: str) -> None:
-    decoder = {"id": str(other_decoder(folder, kind, **changes)), "dtype": "bf16"}
-    config = VaeConfig.model_validate({"id": str(folder), "decoder": decoder})
+    config = VaeConfig(id=str(folder), decoder=str(other_decoder(folder, kind, **changes)))
     with pytest.raises(hub.ModelError) as refused:
         encoders.LatentDecoder.load(config, "cpu")
     assert found in str(refused.value.found)
 
 
 def test_a_decoder_of_another_class_is_refused(folder: Path) -> None:
-    config = VaeConfig.model_validate({"id": str(folder), "decoder": {"id": str(folder / "text_encoder")}})
+    config = VaeConfig(id=str(folder), decoder=str(folder / "text_encoder"))
     with pytest.raises(hub.ModelError, match="not a decoder"):
         encoders.LatentDecoder.load(config, "cpu")
 
@@ -380,7 +376,8 @@ def test_a_bf16_vae_runs_in_bf16(folder: Path, images: np.ndarray) -> None:
 
 
 def test_latents_that_are_not_finite_name_their_rows(folder: Path, images: np.ndarray) -> None:
-    encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder), scaling_factor=1.0), "cpu")
+    encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder)), "cpu")
+    encoder.scaling_factor = 1.0
     inner = encoder.model.encoder
     encoder.model.encoder = torch.nn.Sequential(inner, Spoil({0: float("nan"), 2: 3.4e38}))
     with pytest.raises(NonFiniteOutputError) as caught:
@@ -426,8 +423,6 @@ def test_recipe_fields(folder: Path) -> None:
         "dtype": "fp32",
         "scaling_factor": saved["scaling_factor"],
         "tiling": False,
-        "tf32": False,
-        "channels_last": False,
     }
     assert text == {
         "weights": text["weights"],
@@ -623,17 +618,16 @@ def test_hub_ids(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(hub, "sizes", lambda weights: listing)
-    config = VaeConfig(id="owner/sana", revision="abc", variant="bf16")
+    config = VaeConfig(id="owner/sana", revision="abc")
     assert hub.resolve(config) == folder / "vae"
     assert {(name, revision) for name, revision, _ in asked} == {("owner/sana", "abc")}
-    # one variant, not all
+    # one variant, not all: that without a name
     assert [patterns for *_, patterns in asked] == [
         ["vae/*.json"],
-        ["vae/*.json", "vae/diffusion_pytorch_model.bf16.safetensors"],
+        ["vae/*.json", "vae/diffusion_pytorch_model.safetensors"],
     ]
-    plain = config.model_copy(update={"variant": None})
-    assert encoders.describe_vae(plain) == encoders.describe_vae(VaeConfig(id=str(folder)))
-    assert provenance_of(plain) == {"model": "owner/sana", "revision": "abc"}
+    assert encoders.describe_vae(config) == encoders.describe_vae(VaeConfig(id=str(folder)))
+    assert provenance_of(config) == {"model": "owner/sana", "revision": "abc"}
     assert provenance_of(VaeConfig(id=str(folder))) == {}
 
     for error, words in (

@@ -280,7 +280,7 @@ def test_a_variant_and_its_shards_lose_the_name(trained: Trained, tmp_path: Path
     (models / "vae" / "diffusion_pytorch_model.safetensors").unlink()
     vae.save_pretrained(models / "vae", variant="bf16", max_shard_size="4MB")
     assert len(list((models / "vae").glob("*.bf16*.safetensors"))) > 1
-    config = changed(trained.config, tmp_path, f"vae.id={models}", "vae.variant=bf16")
+    config = changed(trained.config, tmp_path, f"vae.id={models}")
     out = export.run(config, "auto", tmp_path / "export")
     again = AutoencoderDC.from_pretrained(out / "vae")
     assert not any("bf16" in path.name for path in (out / "vae").iterdir())
@@ -300,22 +300,10 @@ def test_another_configuration_than_the_checkpoints_is_refused(trained: Trained,
         ("text.instruction=''", "text.instruction"),
         ("data.resolution=128", "data.resolution"),
         ("text.max_length=77", "text.max_length"),
-        ("vae.scaling_factor=0.5", "vae.scaling_factor"),
     ):
         with pytest.raises(ConfigError, match=naming(name)):
             export.run(changed(trained.config, tmp_path, override), "auto", tmp_path / "export")
     assert not (tmp_path / "export").exists()
-
-
-def test_the_scaling_factor_of_the_training_goes_with_the_vae(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(export, "check_same", lambda *_: None)  # the checkpoint was trained with the VAE's own
-    out = export.run(changed(trained.config, tmp_path, "vae.scaling_factor=0.25"), "auto", tmp_path / "export")
-    own, copied = (
-        json.loads((folder / "vae/config.json").read_text()) for folder in (Path(trained.config.vae.id), out)
-    )
-    assert copied == {**own, "scaling_factor": 0.25} != own
 
 
 def test_best_takes_the_checkpoint_with_the_lowest_heldout_loss(trained: Trained, tmp_path: Path) -> None:
@@ -689,7 +677,7 @@ def test_new_prompts_are_drawn_as_in_training(
         captions[1:],
         from_bits(null[:valid]).float(),
         sampling.prompt_noise(PROMPTS[1:2], tuple(drawn[1].shape), trained.config.sample.seed),
-        replace(sampling.Sampling.of(trained.config), steps=2),
+        replace(sampling.Sampling.of(trained.config.sample, trained.config.train.flow.shift), steps=2),
     )
     torch.testing.assert_close(drawn[1], alone[0], rtol=1e-4, atol=1e-4)
 
@@ -804,7 +792,7 @@ def test_a_picture_that_cannot_be_had_leaves_a_gap(
     monkeypatch.setattr(reading, "reopen", lambda *_: source)
     places = pa.table({"item": ["a.png"], "part": [None], "where": [None], "digest": [None]})
     cache = Mock(**{"table.return_value": places, "last_scan.return_value": {"table": ""}})
-    photos = reading.SourcePictures(trained.config, cache)
+    photos = reading.SourcePictures(trained.config.data, cache)
     assert [photos.cropped("photos", "a.png", (48, 80)) for _ in range(2)] == [None, None]
     assert source.read.call_count == asked
 

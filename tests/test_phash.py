@@ -177,7 +177,7 @@ def test_hashes_do_not_wait_for_latents_that_nobody_makes(
         patch.setattr(encoders.LatentEncoder, "encode", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             stages.encode.run(with_hashes(make_config, tmp_path), data=str(photos))
-    config = with_hashes(make_config, tmp_path, "vae.scaling_factor=0.5")
+    config = with_hashes(make_config, tmp_path, "vae.dtype=tf32")
     done = stages.encode.run(config, data=str(photos))
     assert done["images"] == done["hashes"] == done["new"]["hashes"] > 0 == done["left"]
 

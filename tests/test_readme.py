@@ -197,8 +197,9 @@ def test_the_bucket_section_is_a_configuration(tmp_path: Path) -> None:
 
 
 def test_every_room_is_listed() -> None:
-    """CONTRIBUTING.md names each room of the tree, and no other."""
-    listed = set(re.findall(r"^\| `([a-z_/.]+)`", PAGES["CONTRIBUTING.md"], flags=re.MULTILINE))
+    """docs/code.md names each room of the tree, CONTRIBUTING.md what is beside it, and no other."""
+    firsts = re.findall(r"^\| (`[^|]+`) \|", PAGES["docs/code.md"] + PAGES["CONTRIBUTING.md"], flags=re.MULTILINE)
+    listed = {name for cell in firsts for name in re.findall(r"`([a-z_/.]+)`", cell)}
     rooms = {
         f"{path.parent.relative_to(ROOT).as_posix()}/" for path in (ROOT / "pipeline").rglob("*.py") if path.parent.name
     }
@@ -218,6 +219,23 @@ def test_every_room_is_listed() -> None:
     }
     assert listed == rooms | modules | others
     assert all((ROOT / name).exists() for name in listed)
+
+
+def test_the_page_on_the_code_names_what_is_there() -> None:
+    """Files below the rooms of their line, and, on one picture's way, functions of the file before them."""
+    way = PAGES["docs/code.md"].partition("## One picture's way")[2]
+    pairs = re.findall(r"`([\w/]+\.py)` ((?:`[\w.]+`(?:, )?)+)", way)
+    for file, names in pairs:
+        text = (ROOT / "pipeline" / file).read_text(encoding="utf-8")
+        missing = [name for name in re.findall(r"(\w+)`", names) if not re.search(rf"(def|class) {name}\b", text)]
+        assert not missing, (file, missing)
+    files = 0
+    for line in PAGES["docs/code.md"].partition("## One picture's way")[0].splitlines():
+        rooms = re.findall(r"`(pipeline/[a-z_/]+/|stages/)`", line)
+        for name in re.findall(r"`([\w/]+\.py)`", line):
+            files += 1
+            assert any((ROOT / room / name).exists() for room in ("", *rooms)), name
+    assert len(pairs) > 10 and files > 40 and len(PAGES["docs/code.md"].splitlines()) <= 90
 
 
 @pytest.mark.slow

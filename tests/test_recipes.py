@@ -174,7 +174,7 @@ def test_what_is_written_fits_and_trains(
     assert "the run: " in said and ("are predicted" in said) == (CASES[name][1].gpu != "cpu")
     small = load("tiny").model.arch
     assert small is not None
-    arch = f"model.arch={ {**small.model_dump(), 'num_layers': 2} }".replace("None", "null")
+    arch = f"model.arch={ {**small, 'num_layers': 2} }".replace("None", "null")
     run = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
     run += ["train.validation=null", "train.pictures=null"]
     config = load(path, ["model.weights=null", arch, *run])

@@ -114,15 +114,16 @@ def test_every_name_that_the_libraries_gave_to_shards_of_a_variant(
     names = {"index": index.format(stem=stem, v="bf16"), "shard": shard.format(stem=stem, v="bf16")}
     files = hub_layouts.write_set(tmp_path, stem, values, Set("bf16", torch.bfloat16, shards=2), **names)
     plain = hub_layouts.write_set(tmp_path, stem, values, Set(shards=3))
-    assert hub.weight_files(tmp_path, "bf16") == files
+    assert [tmp_path / name for name in hub.choose(tmp_path, "bf16").files] == files
     assert hub.weight_files(tmp_path) == plain
     assert hub.choose(tmp_path, widest=True).variant is None
     for path in plain:
         path.unlink()
     assert hub.choose(tmp_path, widest=True).variant == "bf16"  # an index without any file is no set
+    assert hub.weight_files(tmp_path) == files
     files[1].unlink()
     with pytest.raises(UserError) as caught:
-        hub.weight_files(tmp_path, "bf16")
+        hub.weight_files(tmp_path)
     assert files[1].name in str(caught.value)
 
 
@@ -141,7 +142,7 @@ def test_half_a_set_of_files_names_what_may_be_taken_instead(tmp_path: Path) -> 
 
     assert f"remove {index.name}" in fix() and "variant:" not in fix()
     (tmp_path / "model.safetensors").rename(tmp_path / "model.bf16.safetensors")
-    assert "`variant: bf16`" in fix() and hub.choose(tmp_path, "bf16").files == ("model.bf16.safetensors",)
+    assert "model.weights.variant=bf16" in fix() and hub.choose(tmp_path, "bf16").files == ("model.bf16.safetensors",)
     (tmp_path / "model.bf16.safetensors").rename(tmp_path / "model.safetensors")
     index.unlink()
     assert hub.choose(tmp_path, widest=True).files == ("model.safetensors",)
@@ -154,7 +155,7 @@ def test_start_weights_are_the_widest_that_are_there(repositories: Callable[[str
     assert WeightFiles(folder, "bf16").dtype("proj_out.weight") == "BF16"
     shards = sorted(folder.glob("*-of-*"))
     away = shards[0].rename(tmp_path / "away")
-    with pytest.raises(UserError, match=naming(shards[0].name, "variant: bf16")):  # half of them: no quiet step down
+    with pytest.raises(UserError, match=naming(shards[0].name, "variant=bf16")):  # half of them: no quiet step down
         WeightFiles(folder)
     shards[1].unlink()
     assert WeightFiles(folder).dtype("proj_out.weight") == "BF16", "the widest of what is there"
@@ -573,13 +574,13 @@ def test_only_what_is_used_is_fetched_and_a_mirror_serves(asked: Asked, reposito
             server,
             start(),
             ("VaeConfig", {"id": BIG}),
-            ("TextConfig", {"id": BIG, "variant": "bf16"}),
+            ("TextConfig", {"id": BIG}),
             start(revision="f" * 40),
             start(id="Efficient-Large-Model/absent"),
         )
         assert {name for name in asked.fetched if not name.endswith(".json")} == {
             *(f"transformer/diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)),
-            *(f"text_encoder/model.bf16-0000{i}-of-00002.safetensors" for i in (1, 2)),
+            *(f"text_encoder/model-0000{i}-of-00002.safetensors" for i in (1, 2)),
             "vae/diffusion_pytorch_model.safetensors",
         }
         assert not any(name.startswith("tokenizer/") for name in asked.fetched)
@@ -657,7 +658,8 @@ def test_check_says_beforehand_what_is_missing(
         return code, json.loads(capsys.readouterr().out)
 
     other = Path(shutil.copytree(repositories(BIG), tmp_path / "other"))
-    (other / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    for path in (other / "vae").glob("*.safetensors"):
+        path.unlink()
     coded = Path(shutil.copytree(repositories(BIG), tmp_path / "coded"))
     name_code(coded / "tokenizer", tmp_path / "ran")
     served = {BIG: repositories(BIG), "a/broken": other, "a/closed": repositories(BIG), "a/coded": coded}
@@ -728,7 +730,7 @@ def test_check_sees_parts_that_do_not_fit(
     assert check.run(config(*narrowed)) == 2
     said = capsys.readouterr().err
     assert all(word in said for word in ("in_channels is 8", "16", "caption_channels is 64", "128"))
-    assert check.run(config(f"vae.decoder={{id: {root}, subfolder: vae}}")) == 0
+    assert check.run(config(f"vae.decoder={root / 'vae'}")) == 0
     assert "decoder" in capsys.readouterr().out
     shutil.copytree(root / "vae", tmp_path / "vae")
     settings = json.loads((tmp_path / "vae" / "config.json").read_text())

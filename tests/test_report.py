@@ -562,7 +562,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(made: Made, run_copy: 
 
 
 def test_a_thumbnail_is_never_larger_than_its_picture(made: Made) -> None:
-    photos = SourcePictures(made.config, Cache.of(made.config))
+    photos = SourcePictures(made.config.data, Cache.of(made.config))
     sizes = [
         each and each.size
         for each in (photos.thumbnail("photos", "small.png"), photos.thumbnail("photos", "5.png", 36))

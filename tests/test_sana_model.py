@@ -18,7 +18,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.config import ArchConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.kernels import linear_attention as kernel
 from pipeline.kernels.linear_attention import linear_attention
@@ -476,21 +475,39 @@ def test_initialisation_is_that_of_the_authors() -> None:
 
 
 def test_training_from_scratch_uses_the_arch() -> None:
-    arch = ArchConfig(
-        num_layers=2,
-        num_attention_heads=6,
-        attention_head_dim=8,
-        num_cross_attention_heads=3,
-        cross_attention_head_dim=16,
-        caption_channels=24,
-        in_channels=4,
-    )
+    arch = {
+        "num_layers": 2,
+        "num_attention_heads": 6,
+        "attention_head_dim": 8,
+        "num_cross_attention_heads": 3,
+        "cross_attention_head_dim": 16,
+        "caption_channels": 24,
+        "in_channels": 4,
+    }
     config = SanaConfig.from_arch(arch, sample_size=16)
     assert (config.cross_attention_dim, config.out_channels, config.sample_size) == (48, 4, 16)
-    assert SanaConfig.from_arch(arch.model_copy(update={"sample_size": 7}), 16).sample_size == 7
+    assert SanaConfig.from_arch({**arch, "sample_size": 7}, 16).sample_size == 7
     assert config.with_sample_size(32).sample_size == 32
     with pytest.raises(ConfigError, match="position embedding"):
         replace(config, interpolation_scale=1.0).with_sample_size(32)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_layer": 2}, "num_layer"),
+        ({"num_layers": "2"}, "num_layers"),
+        ({"num_layers": True}, "num_layers"),
+        ({"num_layers": 0}, "num_layers"),
+        ({"mlp_ratio": -1.0}, "mlp_ratio"),
+        ({"cross_attention_head_dim": 111}, "num_cross_attention_heads"),
+        ({"guidance_embeds": True}, "guidance"),
+    ],
+)
+def test_a_shape_that_is_none_is_refused(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        SanaConfig.from_arch(change, 32)
+    assert SanaConfig.from_arch({"mlp_ratio": 3, "interpolation_scale": None}, 16).glu_channels == 3 * 2240
 
 
 # ----------------------------------------------------------------------------------------------------------- files

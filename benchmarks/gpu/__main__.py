@@ -64,7 +64,7 @@ def headline(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         "batch_48gb": largest("48gb/"),
         "launches": of("profile/fast", "launches"),
         "trainer_images_per_s": of("trainer", "images_per_s"),
-        "vae_bf16_images_per_s": of("encode/vae", "bf16_channels_last_images_per_s"),
+        "vae_bf16_images_per_s": of("encode/vae", "bf16_images_per_s"),
         "text_speedup_80": of("encode/gemma", "speedup_80"),
     }
 

@@ -58,6 +58,12 @@ class Mirror:
             CacheError: the object is larger than the limit.
             NoSpaceError: the disk is full and no copy is left to remove. Also what the origin raises.
         """
+        # Processes A and B of a machine open one shard. A has its lock (one of 256, by the digest's beginning), sees no
+        # copy, makes room under the lock of removals, fetches into tmp/, checks the digest and renames. B then has the
+        # lock: the copy is there, and its mark says that these bytes (device, inode, size, times) were checked.
+        # A copy may be removed while it is open: the handle stays readable. A copy that a disk has changed has another
+        # digest or identity: it is fetched again. An object whose digest is wrong after the fetch is damaged at its
+        # origin: it is opened from tmp/ and not renamed, so that each process asks the origin again.
         last = PurePosixPath(name)
         copy = self.root / last.stem[:2] / last.name
         with self._locked(last.stem):

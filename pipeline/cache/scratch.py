@@ -102,6 +102,13 @@ class Scratch:
     def sorted_by_key(self, batches: Iterable[pa.Table]) -> Iterator[pa.Table]:
         """Rows in ascending order of the column `key` (fixed 16 bytes), as tables of about `RUN` rows. Rows of equal
         keys keep their order, and are in one table."""
+        # An external merge sort without a merge. `RUN` rows at a time are sorted in memory and appended to one file,
+        # beside the number of rows before each of 4,096 bins of the key's first 12 bits. Two runs, four bins:
+        #   run A  0 0 1 3      rows before the bins  0 2 3 3 4
+        #   run B  1 2 2 3      rows before the bins  0 0 1 3 4
+        # Bins are joined until they have about `RUN` rows: bins 0 and 1 have 3 + 1 of them (A[0:3] and B[0:1]), bins 2
+        # and 3 the rest. The slices of all runs for such a range are read, sorted and yielded. A bin is never divided,
+        # so equal keys are in one table. Digests fill the bins evenly, so memory stays near `RUN` rows.
         runs: list[pa.Table] = []
         bins = self.writer(np.int64)  # 32 KiB a run
 
@@ -148,7 +155,7 @@ class Scratch:
             yield ordered, part.column("row").to_numpy(), is_first(ordered)
 
     def absent(self, keys: Iterable[np.ndarray], others: Iterable[np.ndarray], count: int) -> np.ndarray:
-        """Which keys are not among others, (count,) bool.
+        """Find which keys are not among others, (count,) bool.
 
         Args:
             keys, others: (n,) S16 each, in the order of rows. count: of all keys.

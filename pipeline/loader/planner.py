@@ -60,7 +60,7 @@ class BatchPlan:
         )
 
     def put(self, i: int, other: BatchPlan) -> BatchPlan:
-        """This plan with its i-th sample replaced by the only sample of another plan."""
+        """Return this plan with its i-th sample replaced by the only sample of another plan."""
 
         def patched(column: np.ndarray, values: np.ndarray) -> np.ndarray:
             copy = column.copy()

@@ -127,6 +127,13 @@ class Blocks:
         The last block may be short. It takes one keyed slot among the others, so that the place at which a block begins
         is known without adding up the blocks before it.
         """
+        # Ten samples, blocks of 4, two blocks shuffled together, key "k": blocks 0 and 1 are whole, block 2 has the
+        # positions 8 and 9. Its drawn slot is 0, so the slots begin at the places 0, 2 and 6. Three slots make two
+        # windows: slot 0 alone, and slots 1 and 2. Places are permuted inside their window, then whole blocks are
+        # permuted over the slots:
+        #   place      0 1 | 2 3 4 5 6 7 8 9
+        #   position   8 9 | 2 5 0 3 7 4 1 6
+        # So steps that read neighbouring places read block 2 first, and then blocks 0 and 1 together.
         count = -(-size // self.block)
         if count <= 1:
             return permute(index, size, *key)
@@ -157,9 +164,7 @@ GROUP = 64
 """About so many batches are permuted together in a block order."""
 
 
-def _interleaved(
-    slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str
-) -> tuple[np.ndarray, np.ndarray]:
+def interleaved(slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str) -> tuple[np.ndarray, np.ndarray]:
     """Weave several streams into one, evenly mixed. Each stream keeps its order.
 
     The slots are cut into groups of about `group`. A group has every stream's share, rounded by a keyed offset, in a
@@ -172,6 +177,15 @@ def _interleaved(
     Returns:
         For each slot its stream, and its number in the stream, (n,) int64 each.
     """
+    # Streams of 4 and 2 batches, groups of about 3, key "k": two groups. Before group n a stream has given
+    # (n * length + shift) // 2 of its batches; the drawn shifts are 1 and 1:
+    #   before group     0  1  2
+    #   stream 0 gave    0  2  4      so each group has two batches of stream 0 and one of stream 1,
+    #   stream 1 gave    0  1  2      in an order that is permuted inside the group:
+    #   slot     0 1 2 | 3 4 5
+    #   stream   0 1 0 | 0 0 1
+    #   number   0 0 1 | 2 3 1
+    # A slot is computed alone: a bisection finds its group, the group's order gives stream and number.
     total = sum(counts)
     groups = max(1, total // group)
     shift = np.array([_drawn(groups, "shift", *key, stream) for stream in range(len(counts))])
@@ -283,7 +297,7 @@ class _WeightedBucket:
             mixed = permute(slots, self.visits(epoch + 1) - self.visits(epoch), "mix", *self.key, epoch)
         else:
             counts = [self.spent(part, epoch + 1) - self.spent(part, epoch) for part in range(len(self.parts))]
-            stream, number = _interleaved(slots, counts, self.batch, "mix", *self.key, epoch)
+            stream, number = interleaved(slots, counts, self.batch, "mix", *self.key, epoch)
             mixed = np.concatenate([[0], np.cumsum(counts)])[stream] + number
         positions, visits = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
         low = first = 0
@@ -431,6 +445,11 @@ class Schedule:
 
     def _place(self, step: int) -> tuple[int, int, int]:
         """The epoch and bucket of a step, and the number of its batch in that epoch of the bucket."""
+        # Bucket 0 has 5 samples in batches of 2, bucket 1 has 3 in batches of 1, remainder `carry`. After 1, 2 and 3
+        # epochs they have given 2, 5, 7 and 3, 6, 9 batches: 5, 11 and 16 steps. Step 6 is in epoch 1, which began
+        # with step 5, so its place there is 1. The epoch has 3 batches of each bucket in a keyed order, and at place 1
+        # stands batch 0 of bucket 0. This is batch 2 of its stream: visits 4 and 5, the last of epoch 0 and the first
+        # of epoch 1. So the remainder of an epoch is carried into the next.
         epoch = self.epoch_of(step)
         before = [bucket.batches_before(epoch) for bucket in self._buckets]
         batches = [bucket.batches_before(epoch + 1) - done for bucket, done in zip(self._buckets, before, strict=True)]
@@ -448,7 +467,7 @@ class Schedule:
         """The batch at a place of an epoch: its bucket, and its number there. batches: per bucket."""
         key = ("order", self.seed, self.phase, epoch)
         if self._blocks:
-            streams, numbers = _interleaved(np.array([place], np.int64), batches, GROUP, *key)
+            streams, numbers = interleaved(np.array([place], np.int64), batches, GROUP, *key)
             return int(streams[0]), int(numbers[0])
         ends = np.cumsum(batches).tolist()
         slot = int(permute(np.array([place]), ends[-1], *key)[0])

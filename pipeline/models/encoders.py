@@ -45,8 +45,8 @@ _VAE_ARCHITECTURE: dict[str, Any] = {  # diffusers' defaults, for configurations
 
 
 def describe_vae(config: VaeConfig) -> dict[str, Any]:
-    """What decides the value of a latent, from files, without building the module. weights: 32 hex digits over the
-    encoder's tensors and architecture; compression: pixels per latent side.
+    """Describe what decides the value of a latent, from files, without building the module. weights: 32 hex digits over
+    the encoder's tensors and architecture; compression: pixels per latent side.
 
     Raises:
         ModelError: no such model, another class of model, weights that cannot be read.
@@ -54,25 +54,13 @@ def describe_vae(config: VaeConfig) -> dict[str, Any]:
     folder = resolve(config)
     settings = _vae_settings(folder)
     return {
-        "weights": digest(weight_files(folder, config.variant), _encoder_tensor, _vae_architecture(settings)),
+        "weights": digest(weight_files(folder), _encoder_tensor, _vae_architecture(settings)),
         "compression": _compression(settings),
         "channels": int(_vae_architecture(settings)["latent_channels"]),
         "dtype": config.dtype,
-        "scaling_factor": _scaling_factor(config, folder, settings),
+        "scaling_factor": _scaling_factor(folder, settings),
         "tiling": False,
-        "tf32": config.tf32,
-        "channels_last": config.channels_last,
     }
-
-
-def is_exact(config: VaeConfig) -> bool:
-    """Whether the encoder computes as in the default recipe: in fp32, with channels apart."""
-    return config.dtype == "fp32" and not config.tf32 and not config.channels_last
-
-
-def exact(config: VaeConfig) -> VaeConfig:
-    """The same encoder as in the default recipe."""
-    return config.model_copy(update={"dtype": "fp32", "tf32": False, "channels_last": False})
 
 
 def vae_shape(folder: Path) -> tuple[int, int]:
@@ -93,7 +81,7 @@ def decoder_shape(folder: Path) -> tuple[int, int]:
 
 
 def _decoder_settings(folder: Path) -> dict[str, Any]:
-    fix = "vae.decoder: null, or vae.decoder.id and vae.decoder.subfolder of such a model"
+    fix = "vae.decoder: null, or the hub id or the folder of such a model"
     return read_settings(folder, "_class_name", ("AutoencoderDC", "AutoencoderTiny"), "decoder", fix)
 
 
@@ -110,14 +98,14 @@ def _compression(settings: dict[str, Any]) -> int:
     return 2 ** (len(_vae_architecture(settings)["encoder_block_out_channels"]) - 1)
 
 
-def _scaling_factor(config: VaeConfig, folder: Path, settings: dict[str, Any]) -> float:
-    value = config.scaling_factor if config.scaling_factor is not None else settings.get("scaling_factor")
+def _scaling_factor(folder: Path, settings: dict[str, Any]) -> float:
+    value = settings.get("scaling_factor")
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise ModelError(
             f"{folder / 'config.json'} states no usable scaling_factor",
             expected="a positive number (0.41407 for Sana's DC-AE)",
             found=repr(value),
-            fix="set vae.scaling_factor",
+            fix=f"write it into {folder / 'config.json'}, or fetch the folder again",
         )
     return float(value)
 
@@ -127,31 +115,27 @@ def _encoder_tensor(name: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _arithmetic(config: VaeConfig) -> Iterator[None]:
-    """TF32 as configured, so that fp32 means fp32, and a fixed algorithm in cuDNN, so that a second run gives the same
-    bits."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = config.tf32
+def _arithmetic(dtype: str) -> Iterator[None]:
+    """Allow TF32 for tf32 alone, so that fp32 means fp32, and use a fixed algorithm in cuDNN, so that a second run
+    gives the same bits."""
+    before, allowed = torch.backends.cuda.matmul.allow_tf32, dtype == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = allowed
     try:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=config.tf32):
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=allowed):
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _layout(config: VaeConfig) -> torch.memory_format:
-    return torch.channels_last if config.channels_last else torch.contiguous_format
-
-
 # ---------------------------------------------------------------- pictures
 
 
-def _half_autoencoder(weights: Weights, keep: str, dtype: str, layout: torch.memory_format, device: Any) -> Any:
+def _half_autoencoder(weights: Weights, keep: str, dtype: str, device: Any) -> Any:
     """AutoencoderDC or AutoencoderTiny with only its `encoder` or its `decoder`; the other half is never allocated."""
     folder = resolve(weights)
     model = _half_on_meta(folder, keep)
     state = {}
-    for path in weight_files(folder, weights.variant):
+    for path in weight_files(folder):
         with open_tensors(path) as handle:
             for name in handle.keys():
                 if name.startswith(f"{keep}."):
@@ -164,7 +148,7 @@ def _half_autoencoder(weights: Weights, keep: str, dtype: str, layout: torch.mem
             found=" ".join(str(error).split())[:600],
             fix="fetch the folder again",
         ) from None
-    return model.to(device, memory_format=layout).eval().requires_grad_(False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 def _half_on_meta(folder: Path, keep: str) -> Any:
@@ -179,8 +163,8 @@ def _half_on_meta(folder: Path, keep: str) -> Any:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the encoder of pictures needs. weights: bytes. picture: bytes of one picture's tensors at their peak.
-    largest: values of the largest of them."""
+    """The memory that the encoder of pictures needs. weights: bytes. picture: bytes of one picture's tensors at their
+    peak. largest: values of the largest of them."""
 
     weights: int
     picture: int
@@ -188,7 +172,7 @@ class Footprint:
 
 
 def footprint(config: VaeConfig, height: int, width: int) -> Footprint:
-    """Of pictures of height x width pixels, from one on the meta device: no weights are read, no memory is used.
+    """Measure an encoding of height x width pixels on the meta device: no weights are read, no memory is used.
     Workspaces of cuDNN are not in it."""
     model = torch.nn.Module.to(_half_on_meta(resolve(config), "encoder"), DTYPES[config.dtype])
     parameters = sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
@@ -232,7 +216,7 @@ class LatentEncoder:
     latent side. channels: of a latent."""
 
     def __init__(self, model: AutoencoderDC, config: VaeConfig, compression: int, channels: int, scaling_factor: float):
-        self.model, self.dtype, self._config = model, config.dtype, config
+        self.model, self.dtype = model, config.dtype
         self.compression, self.channels, self.scaling_factor = compression, channels, scaling_factor
         self.device = next(model.parameters()).device
         # x / 255 * 2 - 1 for each of the 256 values, computed on the CPU: a GPU multiplies by the reciprocal instead
@@ -245,8 +229,8 @@ class LatentEncoder:
         """Read the encoder's weights alone. Raises ModelError where they do not fit."""
         folder = resolve(config)
         settings = _vae_settings(folder)
-        model = _half_autoencoder(config, "encoder", config.dtype, _layout(config), device)
-        scale = _scaling_factor(config, folder, settings)
+        model = _half_autoencoder(config, "encoder", config.dtype, device)
+        scale = _scaling_factor(folder, settings)
         return cls(model, config, _compression(settings), int(_vae_architecture(settings)["latent_channels"]), scale)
 
     @torch.inference_mode()
@@ -265,8 +249,8 @@ class LatentEncoder:
             NonFiniteError: with the batch rows.
         """
         pixels = torch.from_numpy(np.ascontiguousarray(images)).to(self.device)
-        x = self._levels[pixels.permute(0, 3, 1, 2).to(torch.int32)].contiguous(memory_format=_layout(self._config))
-        with _arithmetic(self._config):
+        x = self._levels[pixels.permute(0, 3, 1, 2).to(torch.int32)].contiguous()
+        with _arithmetic(self.dtype):
             latent = self.model.encode(x).latent
         return finite_bits(latent.float() * self.scaling_factor, "image encoder", self.dtype)
 
@@ -282,7 +266,7 @@ class ExactComparison:
 
     @property
     def ready(self) -> bool:
-        """Whether there are latents to compare."""
+        """Return whether there are latents to compare."""
         return len(self._pictures) > 0
 
     def add(self, batch: Any, outputs: Any) -> None:
@@ -292,18 +276,17 @@ class ExactComparison:
 
     def line(self, device: Any) -> str:
         """Load the exact encoder and compare."""
-        chosen = [self._vae.dtype, *(name for name in ("tf32", "channels_last") if getattr(self._vae, name))]
         try:
-            encoder = LatentEncoder.load(exact(self._vae), device)
+            encoder = LatentEncoder.load(self._vae.model_copy(update={"dtype": "fp32"}), device)
             wanted = np.concatenate([encoder.encode(picture[None]) for picture in self._pictures])
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return f"vae in {', '.join(chosen)}: not compared with fp32, for which the memory does not suffice"
+            return f"vae in {self._vae.dtype}: not compared with fp32, for which the memory does not suffice"
         ours, theirs = (from_bits(bits).double().flatten(1) for bits in (self._latents, wanted))
         errors = (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
         return (
-            f"vae in {', '.join(chosen)}: the latents of {len(errors)} pictures differ from those in fp32 by "
+            f"vae in {self._vae.dtype}: the latents of {len(errors)} pictures differ from those in fp32 by "
             f"{100 * float(errors.mean()):.2f} % (relative L2; the worst by {100 * float(errors.max()):.2f} %)"
         )
 
@@ -311,10 +294,8 @@ class ExactComparison:
 class LatentDecoder:
     """Latents, as they are cached and sampled, to pictures: the only access to a decoder."""
 
-    def __init__(
-        self, model: AutoencoderDC | AutoencoderTiny, config: VaeConfig, scaling_factor: float, dtype: str = "fp32"
-    ):
-        self.model, self.dtype, self.scaling_factor, self._config = model, dtype, scaling_factor, config
+    def __init__(self, model: AutoencoderDC | AutoencoderTiny, scaling_factor: float, dtype: str = "fp32"):
+        self.model, self.dtype, self.scaling_factor = model, dtype, scaling_factor
         self.device = next(model.parameters()).device
 
     @classmethod
@@ -324,17 +305,15 @@ class LatentDecoder:
         pipelines. A decoder of other latents is refused."""
         folder = resolve(config)
         settings = _vae_settings(folder)
-        scale = _scaling_factor(config, folder, settings)
-        if config.decoder is None:
-            return cls(
-                _half_autoencoder(config, "decoder", config.dtype, _layout(config), device), config, scale, config.dtype
-            )
-        other = resolve(config.decoder)
+        scale = _scaling_factor(folder, settings)
+        if (weights := config.other_decoder) is None:
+            return cls(_half_autoencoder(config, "decoder", config.dtype, device), scale, config.dtype)
+        other = resolve(weights)
         check_decoder(folder, other)
         theirs = _decoder_settings(other)
-        model = _half_autoencoder(config.decoder, "decoder", config.decoder.dtype, _layout(config), device)
+        model = _half_autoencoder(weights, "decoder", "fp32", device)
         tiny = theirs["_class_name"] == "AutoencoderTiny"
-        return cls(model, config, float(theirs.get("scaling_factor", 1)) if tiny else scale, config.decoder.dtype)
+        return cls(model, float(theirs.get("scaling_factor", 1)) if tiny else scale)
 
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> np.ndarray:
@@ -350,7 +329,7 @@ class LatentDecoder:
             NonFiniteError: with the batch rows.
         """
         z = (latents.to(self.device, torch.float32) / self.scaling_factor).to(DTYPES[self.dtype])
-        with _arithmetic(self._config):
+        with _arithmetic(self.dtype):
             x = self.model.decode(z).sample.float()
         bad = ~torch.isfinite(x).reshape(len(x), -1).all(dim=1)
         if bool(bad.any()):

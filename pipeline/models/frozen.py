@@ -19,7 +19,7 @@ from pipeline.config import Weights
 from pipeline.errors import UserError
 from pipeline.models.hub import ModelError, is_local, open_tensors
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
 
 class NonFiniteOutputError(UserError):

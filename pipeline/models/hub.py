@@ -1,4 +1,4 @@
-"""From `id`, `subfolder`, `revision`, `variant` to files on this machine, for all models.
+"""Find the files of `id`, `subfolder`, `revision` (and `variant`) on this machine or the hub, for all models.
 
 Recipes are digests of weights, so every module has to agree on which files those are. A repository may hold several
 sets of the same weights. As in the libraries that wrote them, an index takes precedence over a single file in
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Weights, setting
+from pipeline.config import StartWeights, Weights, setting
 from pipeline.errors import UserError, machine_error, not_permitted
 
 STEMS = ("diffusion_pytorch_model", "model")
@@ -48,12 +48,12 @@ class WeightSet:
 
 
 def is_local(weights: Weights) -> bool:
-    """Whether `weights.id` is a folder or file on this machine (it takes precedence over a hub id)."""
+    """Return whether `weights.id` is a folder or file on this machine (it takes precedence over a hub id)."""
     return Path(weights.id).exists()
 
 
 def is_file(weights: Weights) -> bool:
-    """Whether `weights.id` names a file, here or on the hub, and not a folder or repository."""
+    """Return whether `weights.id` names a file, here or on the hub, and not a folder or repository."""
     return Path(weights.id).is_file() or _HUB_FILE.match(weights.id) is not None
 
 
@@ -105,7 +105,8 @@ def look(weights: Weights, *, widest: bool = False) -> Look:
     listing = None if place is not None else sizes(weights)
     local = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
     try:
-        chosen = choose(folder, weights.variant, listing, widest=widest)
+        variant = weights.variant if isinstance(weights, StartWeights) else None
+        chosen = choose(folder, variant, listing, widest=widest)
     except ModelError as error:
         if place is not None or listing is not None:
             raise
@@ -204,7 +205,7 @@ def _download(weights: Weights, patterns: Sequence[str]) -> Path:
 
 
 def _is_network(error: BaseException) -> bool:
-    """Whether an error comes from one of huggingface_hub's HTTP libraries."""
+    """Return whether an error comes from one of huggingface_hub's HTTP libraries."""
     return type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3")
 
 
@@ -322,9 +323,9 @@ def open_tensors(path: Path) -> Any:
         raise not_permitted(path) or ModelError(what, found=str(error), fix="fetch or export it again") from None
 
 
-def weight_files(folder: Path, variant: str | None = None) -> list[Path]:
-    """The safetensors files of a model folder, in name order. Arguments and errors as in `choose`."""
-    return [folder / name for name in choose(folder, variant).files]
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of an encoder's folder, in name order. Errors as in `choose`."""
+    return [folder / name for name in choose(folder).files]
 
 
 def choose(
@@ -334,16 +335,17 @@ def choose(
 
     Args:
         listing: name -> bytes of files that could be fetched into the folder; default: the files in it.
+        variant: that of the files' names, such as `fp16`.
         widest: without a variant, take the set with the most bytes, so of the highest precision; of equally large
-            ones that without a variant's name. Otherwise no variant means the files without a variant's name.
+            ones that without a variant's name. Otherwise the files without a variant's name come first.
 
     Raises:
-        ModelError: no weights, weights in another format or variant only, or a shard that the index names is missing.
+        ModelError: no weights, weights in another format, no such variant, or a shard that the index names is missing.
     """
     files = {p.name: p.stat().st_size for p in folder.iterdir() if p.is_file()} if listing is None else listing
     sets = weight_sets(folder, files)
-    if variant is None and widest:
-        sets.sort(key=lambda s: (-s.size if s.files else 1, s.variant or ""))
+    if variant is None:
+        sets.sort(key=lambda s: (not s.files, not widest and s.variant is not None, -s.size, s.variant or ""))
     else:
         sets = [s for s in sets if s.variant == variant]
     if not sets:
@@ -358,14 +360,14 @@ def choose(
             f"{folder} has no weights in safetensors files" + (f" of variant {variant!r}" if variant else ""),
             expected=" or ".join(f"{stem}{middle}.safetensors" for stem in STEMS) + ", or their index",
             found=", ".join(others) if others else "no weight files",
-            fix=f"set `variant` (model.weights.variant for the transformer) to {' or '.join(names)}" if names else fix,
+            fix=setting("model.weights.variant", *names) if names else fix,
         )
     best = sets[0]
     if best.missing:
         other = ""
         if (complete := next((s for s in sets if not s.missing), None)) is not None:
             named = complete.variant not in (None, best.variant)
-            how = f"set `variant: {complete.variant}`" if named else f"remove {best.index}"
+            how = setting("model.weights.variant", complete.variant) if named and widest else f"remove {best.index}"
             other = f", or {how}: {complete.files[0]} is complete"
         raise ModelError(
             f"{folder / (best.index or '')} names weight files that are not there",

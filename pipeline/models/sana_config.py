@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from pipeline.config import ArchConfig, TrainConfig
+from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.models import hub
 from pipeline.models.spec import SANA, DrawnValues, ModelSpec, Values
@@ -127,12 +128,31 @@ class SanaConfig(ModelSpec):
         return cls(**{key: value for key, value in data.items() if key in known})
 
     @classmethod
-    def from_arch(cls, arch: ArchConfig, sample_size: int) -> SanaConfig:
-        """The configuration of a model trained from scratch; `sample_size` is the default of `arch.sample_size`."""
-        width = arch.num_attention_heads * arch.attention_head_dim
-        given = arch.model_dump()
-        given["sample_size"] = sample_size if arch.sample_size is None else arch.sample_size
-        return cls(out_channels=arch.in_channels, cross_attention_dim=width, **given)
+    def from_arch(cls, arch: Mapping[str, Any], sample_size: int) -> SanaConfig:
+        """The shape of a model trained from scratch.
+
+        Args:
+            arch: `model.arch`, keys of `config.json`. sample_size: the default of that key.
+
+        Raises:
+            ConfigError: a key or a type that is not of a Sana transformer; heads of two widths.
+        """
+        kinds = get_type_hints(cls)
+        for name, value in arch.items():
+            _check_value(name, value, kinds.get(name))
+        base = cls()
+        heads, width = (arch.get(name, getattr(base, name)) for name in ("num_attention_heads", "attention_head_dim"))
+        channels = arch.get("in_channels", base.in_channels)
+        derived = {"out_channels": channels, "cross_attention_dim": heads * width, "sample_size": sample_size}
+        shape = cls.from_dict({**derived, **arch}, "model.arch")
+        cross = shape.num_cross_attention_heads * shape.cross_attention_head_dim
+        if cross != shape.inner_dim:
+            raise ConfigError(
+                "model.arch: both attentions must have the same width",
+                expected=f"num_attention_heads*attention_head_dim = {shape.inner_dim}",
+                found=f"num_cross_attention_heads*cross_attention_head_dim = {cross}",
+            )
+        return shape
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of diffusers' `config.json`."""
@@ -295,12 +315,14 @@ class Numerics:
 
 
 DIFFUSERS = Numerics()
+FP32_RESIDUAL = True
+"""`Numerics.fp32_residual` of a training: `python -m benchmarks.residual` has its benefit and cost."""
 
 
 def numerics(train: TrainConfig) -> Numerics:
-    """Those of `train.residual` and `train.recipe`."""
+    """Return the numerics of `train.recipe`. The residual is in fp32, as under NVlabs' autocast."""
     epsilons = {"cross_norm_eps": 1e-6, "attention_eps": 1e-8} if train.recipe == "nvlabs" else {}
-    return Numerics(fp32_residual=train.residual == "fp32", **epsilons)
+    return Numerics(fp32_residual=FP32_RESIDUAL, **epsilons)
 
 
 def interleave(name: str, tensor: Tensor) -> Tensor:
@@ -324,3 +346,19 @@ def read_config(folder: Path) -> SanaConfig:
     """`config.json` of a diffusers transformer folder."""
     path = folder / "config.json"
     return SanaConfig.from_dict(hub.read_json(path), source=str(path))
+
+
+def _check_value(name: str, value: Any, kind: Any) -> None:
+    """ConfigError unless a value of `model.arch` has the type of its key, and a size is above 0. kind: None: the key
+    is not one of this model's, which `from_dict` says."""
+    if kind is None:
+        return
+    try:
+        TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        wanted = getattr(kind, "__name__", str(kind)).replace("None", "null")
+        raise ConfigError(
+            f"model.arch.{name} has a value of another type", expected=wanted, found=repr(value)
+        ) from None
+    if (isinstance(value, int) or name == "mlp_ratio") and kind is not bool and value <= 0:
+        raise ConfigError(f"model.arch.{name} must be above 0", found=repr(value))

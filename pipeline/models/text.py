@@ -21,7 +21,7 @@ import xxhash
 
 from pipeline.config import TextConfig
 from pipeline.models.frozen import DTYPES, NonFiniteOutputError, bf16_bits, digest, finite_bits
-from pipeline.models.hub import ModelError, load, read_json, read_settings, resolve, weight_files
+from pipeline.models.hub import ModelError, choose, load, read_json, read_settings, resolve, weight_files
 
 SELECTION = "sana"
 """Name of the selection rule: the first position and the last `max_length - 1` of the padded sequence."""
@@ -63,8 +63,8 @@ def tolerance(dtype: str, layers: int) -> float:
 
 
 def describe_text(config: TextConfig, instruction: str) -> dict[str, Any]:
-    """What decides the rows of a caption, from files, without building the module. weights: 32 hex digits, the same
-    with and without a language model's head; tokenizer: 32 hex digits over its files.
+    """Describe what decides the rows of a caption, from files, without building the module. weights: 32 hex digits, the
+    same with and without a language model's head; tokenizer: 32 hex digits over its files.
 
     Raises:
         ModelError: no such model or tokenizer, another class of model, weights that cannot be read.
@@ -72,7 +72,7 @@ def describe_text(config: TextConfig, instruction: str) -> dict[str, Any]:
     folder = resolve(config)
     architecture = _text_architecture(folder)
     return {
-        "weights": digest(weight_files(folder, config.variant), _decoder_stack_tensor, architecture),
+        "weights": digest(weight_files(folder), _decoder_stack_tensor, architecture),
         "tokenizer": _tokenizer_digest(_tokenizer_folder(config)),
         "dtype": config.dtype,
         "attention": "eager",
@@ -321,7 +321,7 @@ class TextEncoder:
 
         folder = resolve(config)
         _text_settings(folder)
-        weight_files(folder, config.variant)
+        chosen = choose(folder)
         tokenizer = load_tokenizer(_tokenizer_folder(config))
         model, report = load(
             transformers.Gemma2Model,
@@ -329,7 +329,7 @@ class TextEncoder:
             "text encoder",
             dtype=DTYPES[config.dtype],
             attn_implementation="eager",
-            variant=config.variant,
+            variant=chosen.variant,
             use_safetensors=True,
             output_loading_info=True,
         )
@@ -392,6 +392,12 @@ class TextEncoder:
 
     def run(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """(n, width) for each row of tokens: the selected hidden states, on the device, unrounded."""
+        # An instruction of 10 tokens (<bos> and the trailing space among them) and max_length 5: 10 + 5 - 2 = 13 tokens
+        # at most, of which the rule selects position 0 and the last four, 9 to 12. Position 9 is the trailing space's,
+        # where the caption's first word begins. So tokens 0 to 8 are the same for all captions and none but 0 is
+        # selected: they run once (`Prefix`), and a caption of 3 tokens runs 3 positions, 9 to 11, in place of 13.
+        # Its rows are <bos> of the prefix and these 3. A caption whose first word merges with more than the space
+        # changes a token before 9: it does not begin with the shared ids and runs in full.
         if self.mode == "exact":
             return self.run_in_full(rows, range(len(rows)), padded=True)
         shared = len(self.shared_ids)

@@ -82,6 +82,12 @@ class Compressor:
         excluded = module_storages(module)
         chosen = None if only is None else storage_of(only)
 
+        # Autograd calls `pack` for what an operation saves and `_unpack` when the backward pass wants it. Of
+        # y = (x @ w).relu(), z = y @ v it saves x, w, y, y again, v. w and v are parameters and stay. y is saved twice:
+        # storage, offset, shape, strides, dtype and version are equal, so both get the same codes. After an operation
+        # in place the version differs: other codes. 130 values 2.54, -1, 0, ..., 127 are two blocks, of 128 and of 2
+        # and padding; their scales are 2.54 / 127 = 0.02 and 127 / 127 = 1, the first codes 127, -50, 0. One scale for
+        # all would be 1, and 2.54 would come back as 3.
         def pack(tensor: Tensor) -> Tensor | _Compressed:
             if not _compressible(tensor) or (storage := storage_of(tensor)) in excluded:
                 return tensor
@@ -111,7 +117,7 @@ def module_storages(module: nn.Module) -> set[int]:
 
 
 def _compressible(tensor: Tensor) -> bool:
-    """Whether the tensor is worth it and is rebuilt exactly: its values fill its memory."""
+    """Return whether the tensor is worth it and is rebuilt exactly: its values fill its memory."""
     large = tensor.is_floating_point() and tensor.numel() >= SMALLEST
     return large and _in_memory_order(tensor).is_contiguous()
 

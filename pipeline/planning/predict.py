@@ -1,4 +1,4 @@
-"""What a run needs of each GPU.
+"""Predict what a run needs of each GPU.
 
 `predict` traces the configuration's worst bucket on one process and adds what no trace sees; `Prediction` says whether
 it fits and by how much. Not in a trace, and so estimates: the CUDA context and libraries' workspaces, NCCL's buffers,
@@ -48,7 +48,7 @@ _RELEASED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Data:
-    """What a step reads.
+    """The data of a step.
 
     Attributes:
         buckets: (height, width) in pixels -> global batch.
@@ -71,8 +71,8 @@ class Data:
             latent, text = snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe)
             batches = {(b.height, b.width): b.batch for b in snapshot.buckets}
             return cls(batches, len(snapshot), text.max_length, latent.compression, latent.channels, text.width)
-        arch = config.model.arch
-        channels, width = (arch.in_channels, arch.caption_channels) if arch else (CHANNELS, TEXT_WIDTH)
+        arch = config.model.arch or {}
+        channels, width = arch.get("in_channels", CHANNELS), arch.get("caption_channels", TEXT_WIDTH)
         compression = COMPRESSION if channels == CHANNELS else 8
         shapes = [s for _, table in buckets.resolutions(config.bucket, config.data, compression) for s in table]
         sizes = dict(zip(shapes, buckets.batches(config.bucket, shapes, compression), strict=True))

@@ -37,7 +37,7 @@ Curve = dict[str, list[float]]
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run directory or a folder of run directories."""
+    """Return whether a folder is a run directory or a folder of run directories."""
     return _is_part(folder) or any(_is_part(path) for path in _folders(folder))
 
 

@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +44,7 @@ from pipeline.models.adapters import Adapter
 from pipeline.models.spec import ModelSpec, spec_of
 from pipeline.options import value_at
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
+from pipeline.parallel.mesh import wait
 from pipeline.parallel.parallelize import EXTRA
 from pipeline.training import heldout
 from pipeline.training.host_copy import HostCopy, thread_of_this_device
@@ -111,7 +111,7 @@ class Resumed(NamedTuple):
 
     @property
     def began_from(self) -> dict[str, Any] | None:
-        """As in the documents of the run."""
+        """Return it as the documents of the run have it."""
         before = self.document.began_from
         if not self.begins:
             return before
@@ -154,13 +154,12 @@ class Saver:
         self._thread = thread_of_this_device("checkpoint") if config.train.async_save else None
         self._host_copy = HostCopy(log)
         # The thread's collectives must not mix with those of the training: a separate group.
-        timeout = timedelta(seconds=config.train.parallel.timeout_s)
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if self._thread else None
+        self._group = dist.new_group(backend="gloo", timeout=wait(config.patience_s)) if self._thread else None
         self._in_flight: Future[Path] | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has failed on this process. Not collective; `wait` raises the error."""
+        """Return whether the save in flight has failed on this process. Not collective; `wait` raises the error."""
         return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
 
     def save(
@@ -472,7 +471,7 @@ def _of_another_model(
 
 
 def _by_section(part: dict[str, Any] | None) -> dict[str, Any]:
-    """What is trained of a model, by the section of `train` that says it; empty: all of it."""
+    """Return what is trained of a model, by the section of `train` that says it; empty: all of it."""
     if part is None:
         return {}
     kind = part["kind"]
@@ -629,12 +628,12 @@ def as_trained(config: Config, earlier: dict[str, Any]) -> Config:
     draws, whatever the file says today."""
     train = earlier["train"]
     flow = type(config.train.flow).model_validate(train["flow"])
-    return config.with_train(residual=train["residual"], recipe=train["recipe"], flow=flow)
+    return config.with_train(recipe=train["recipe"], flow=flow)
 
 
 def other_drawing(config: Config, trained: Config) -> list[str]:
-    """What `as_trained` has changed, in words: `train.flow.shift 3.0, not 1.0`."""
-    names = ("train.flow.shift", "train.residual", "train.recipe")
+    """Say what `as_trained` has changed, in words: `train.flow.shift 3.0, not 1.0`."""
+    names = ("train.flow.shift", "train.recipe")
     given, taken = config.model_dump(), trained.model_dump()
     values = [(name, value_at(taken, name), value_at(given, name)) for name in names]
     return [f"{name} {old}, not {new}" for name, old, new in values if old != new]

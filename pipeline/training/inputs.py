@@ -1,4 +1,4 @@
-"""What a run reads from the cache: its snapshot, held-out samples, prompts to draw, rows of prompts to preserve.
+"""Read what a run takes from the cache: its snapshot, held-out samples, prompts to draw, rows of prompts to preserve.
 
 `find_inputs` chooses them and writes their ids into the configuration; a resumed run keeps its choice. `task_of` makes
 of them the `TrainingTask` that the trainer is handed, so that the rest of this room knows no snapshot.
@@ -39,11 +39,18 @@ _MANY = 1000
 """Epochs that the mean length of an epoch is taken from."""
 _CAPTIONS = 8
 """Captions of the snapshot that are drawn."""
+THREADS = 2
+"""Threads of each process that read batches ahead."""
+PREFETCH_MIB = 128
+"""MiB of batches that each process reads ahead."""
+VALIDATION_SEED = 0
+"""Seed of the choice of held-out samples, of their captions and noise; not `train.seed`, so that runs can be
+compared."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads from the cache.
+    """The parts of the cache that a run reads.
 
     Attributes:
         heldout: the samples that it is validated on. old_heldout: those of them that an earlier run was validated on,
@@ -254,11 +261,11 @@ def task_of(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Pa
             microbatch=train.microbatch,
             caption_drop=train.caption_drop,
             null_mask=train.null_mask,
-            prefetch=train.prefetch,
-            threads=train.loader_threads,
+            prefetch=None,
+            threads=THREADS,
             start_step=start,
             stop_step=stop,
-            prefetch_mib=train.prefetch_mib,
+            prefetch_mib=PREFETCH_MIB,
             text=train.text or "padded",
             pictures=kinds,
             length_window=train.length_window,
@@ -269,8 +276,8 @@ def task_of(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Pa
 
     def validation(layout: Layout) -> ValidationLoader:
         assert part is not None and train.validation is not None
-        training, seed = settings(layout, 0, 0), train.validation.seed
-        fixed = replace(training, seed=seed, phase=0, caption_drop=0.0, length_window=0, quarantine=None)
+        training = settings(layout, 0, 0)
+        fixed = replace(training, seed=VALIDATION_SEED, phase=0, caption_drop=0.0, length_window=0, quarantine=None)
         return ValidationLoader(part, fixed, train.validation.samples)
 
     drawn = _pictures(config, inputs) if inputs.prompts else None

@@ -64,7 +64,7 @@ class Owner:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def follows(self, other: Owner) -> bool:
-        """Whether the scheduler says that this attempt replaces the other."""
+        """Return whether the scheduler says that this attempt replaces the other."""
         return self.job is not None and self.job == other.job and self.attempt > other.attempt
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from pipeline.config import ArchConfig, Config
+from pipeline.config import Config
 from pipeline.errors import UserError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch
@@ -58,15 +58,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP": (2, {"pp_size": 2}),
 }
 LARGE = SanaConfig.from_arch(
-    ArchConfig(
-        in_channels=4,
-        num_layers=4,
-        num_attention_heads=24,
-        attention_head_dim=32,
-        num_cross_attention_heads=12,
-        cross_attention_head_dim=64,
-        caption_channels=64,
-    ),
+    {
+        "in_channels": 4,
+        "num_layers": 4,
+        "num_attention_heads": 24,
+        "attention_head_dim": 32,
+        "num_cross_attention_heads": 12,
+        "cross_attention_head_dim": 64,
+        "caption_channels": 64,
+    },
     8,
 )
 """41 M parameters, 165 MB in fp32."""

@@ -28,7 +28,7 @@ ROUNDS: dict[str, dict[str, Any]] = {
 
 def config(folder: Path, name: str, options: dict[str, Any]) -> Config:
     shape = {"in_channels": 2, "caption_channels": 3, "sample_size": 2}
-    common: dict[str, Any] = {"save_every": 2, "microbatch": 4, "ema": {"decay": 0.9, "every": 2}}
+    common: dict[str, Any] = {"save_every": 2, "microbatch": 4, "ema": {"decay": 0.9}}
     made = tiny_run.config(folder / name, arch=shape, **common, **options)
     return Config.model_validate(made.model_dump(exclude_unset=True) | {"cache": str(folder / "cache")})
 

@@ -54,7 +54,7 @@ def config(
         "trackers": [],
         "save_every": 1000,
         "optim": {"lr": 3e-4, "warmup_steps": 0, "clip": 0.1},
-        "parallel": {"timeout_s": 60},
+        "parallel": {},
     }
     for name, value in train.items():
         base[name] = {**base[name], **value} if isinstance(value, dict) and name in base else value
@@ -141,7 +141,7 @@ def held_out(settings: Config, rank: int = 0, world: int = 1) -> Iterator[tuple[
     filled with copies."""
     size = settings.train.microbatch
     for bucket, count in enumerate(HELD_OUT):
-        whole = global_batch(1000 + bucket, settings.train.validation.seed if settings.train.validation else 0)
+        whole = global_batch(1000 + bucket)
         for first in range(rank * size, -(-count // (size * world)) * size * world, size * world):
             rows = [min(row, count - 1) for row in range(first, first + size)]
             yield rows_of(whole, rows), max(0, min(size, count - first))

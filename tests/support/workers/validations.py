@@ -37,7 +37,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
 }
 """Launch size -> name -> settings of the train section; `resumed`: from the single process's checkpoint of step 1;
 `without`: also run without validation."""
-VALIDATION = {"every": 1, "levels": 3}
+VALIDATION = {"every": 1}
 
 
 def settings_of(case: dict[str, Any], output: Path, validation: dict[str, Any] | None = VALIDATION) -> Config:
