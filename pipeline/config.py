@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,7 +20,16 @@ from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from pipeline.errors import ConfigError, alternatives, expanded, not_permitted
@@ -58,6 +68,21 @@ def _check_recompute(mode: str) -> str:
 
 
 Recompute = Annotated[str, AfterValidator(_check_recompute), "none | full | selective | every-K | auto"]
+
+
+def _check_traced(steps: str) -> str:
+    first, _, last = steps.partition("-")
+    if not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", steps) or int(first) < 2 or (last and int(last) < int(first)):
+        raise ValueError("must be steps FIRST-LAST or one step, from 2 on: 10-12 or 10")
+    return steps
+
+
+TracedSteps = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    AfterValidator(_check_traced),
+    "FIRST-LAST",
+]
 
 
 def _check_local(path: str) -> str:
@@ -585,8 +610,6 @@ class EmaConfig(_Section):
     """Decay per step; a new average starts with (1 + step) / (10 + step) if that is less."""
     device: Literal["same", "cpu"] = "same"
     """same: beside the parameters. cpu: in host memory."""
-    every: Positive = 1
-    """Steps between updates; the decay per step stays the same."""
 
 
 class AdapterConfig(_Section):
@@ -626,8 +649,6 @@ class PreserveConfig(_Section):
     """Keep what the base knows while an adapter learns: on a share of the samples the target is the base's own
     prediction, computed with the adapter off."""
 
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of these samples' loss."""
     share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Share of the samples."""
     prompt: str | Annotated[list[str], Field(min_length=1)] | None = None
@@ -672,9 +693,6 @@ class ParallelConfig(_Section):
     null: yes where several processes share the parameters or `offload` is set, and no with a pipeline (it would gather
     again for each microbatch). One process gathers nothing, but casts its fp32 parameters to the compute dtype: no
     keeps 2 bytes per parameter and casts once per step."""
-    prefetch_blocks: Positive | None = None
-    """Blocks whose parameters are gathered ahead (the counterpart of `limit_all_gathers` of FSDP1); null: FSDP2's rule,
-    one."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are sent and summed."""
     reduce_each_microbatch: bool | None = None
@@ -687,8 +705,6 @@ class ParallelConfig(_Section):
     offload: Literal["none", "all"] = "none"
     """all: parameters, gradients and optimizer states stay in host memory, and the optimizer runs on the CPU; a block's
     parameters are copied to the GPU when it runs."""
-    timeout_s: Positive = 600
-    """Limit in seconds on every wait for another process; a process that waits for data gets `patience_s` more."""
 
     @classmethod
     def from_word(cls, word: str) -> Any:
@@ -736,13 +752,6 @@ class ValidationConfig(_Section):
     """Steps between validations; also before the first step and after the last one."""
     samples: Positive = 512
     """Samples of all buckets together, each bucket in proportion to its size."""
-    old: str | None = None
-    """Samples that are in this snapshot, too, count as old, the others as new; their losses are shown apart. null: what
-    the run that this one begins from was validated on."""
-    levels: Positive = 8
-    """Noise levels, equidistant: (i + 0.5) / levels."""
-    seed: NotNegative = 0
-    """Seed of the choice of samples, of their captions and noise; not `train.seed`, so that runs can be compared."""
 
 
 class PicturesConfig(_Section):
@@ -764,17 +773,6 @@ class PicturesConfig(_Section):
     `sample --watch` and `report`, where a node of a cluster would wait for it."""
 
 
-class ProfileConfig(_Section):
-    """A trace of some steps, in the folder `profile` of the run (see docs/training.md)."""
-
-    start: Annotated[int, Field(ge=2)] = 10
-    """The first step that is traced, counted since the run started or resumed; the one before it is a warm-up."""
-    steps: Positive = 3
-    """Steps that are traced."""
-    ranks: Literal["first", "all"] = "first"
-    """first: the first process alone. all: every process, each into its file."""
-
-
 class TrainConfig(_Section):
     """The training run."""
 
@@ -787,9 +785,6 @@ class TrainConfig(_Section):
     number of steps."""
     seed: NotNegative = 0
     """Seed of the order, noise, times, caption choice and caption drop."""
-    phase: NotNegative | None = None
-    """Number of this round of training: with the same seed, each has another order and other noise. null: 0, with
-    `--from` that of the last round plus 1; a resumed run keeps its number."""
     microbatch: Microbatch = _AUTO
     """Samples per process and forward pass; lower it if memory runs out. auto: on a GPU the fastest that is predicted
     to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU. A resumed run keeps its
@@ -801,9 +796,6 @@ class TrainConfig(_Section):
     """On a GPU, round the factors of fp32 matrix products and convolutions to TF32 (10 bits): up to eight times as
     fast. Under bf16 and fp16 it changes nothing on a GPU of compute capability 8.0 or newer: only linear attention
     multiplies in fp32 there, in a kernel that is as exact either way."""
-    residual: Literal["fp32", "compute"] = "fp32"
-    """Precision of the tokens between blocks, of the norms over them and of the gates. fp32: as under NVlabs' autocast.
-    compute: as `precision`. For error and memory of both see docs/figures.md."""
     recipe: Literal["default", "nvlabs"] = "default"
     """nvlabs: follow NVlabs' trainer where no other option does: CAME (3x3 kernels unfactored and without confidence;
     query, key and value as one matrix), weight decay of all parameters, a first step of rate 0, eps of attention. See
@@ -851,12 +843,6 @@ class TrainConfig(_Section):
     length_window: NotNegative = 0
     """Batches of a bucket, on average, that are sorted by caption length together (length grouping); 0: none. Part of
     the order, so a run cannot be resumed with another value."""
-    prefetch: NotNegative | None = None
-    """Limit on steps read ahead; null: `prefetch_mib` alone; 0: read without threads."""
-    prefetch_mib: Positive = 128
-    """MiB read ahead per process."""
-    loader_threads: Positive = 2
-    """Threads that read."""
     max_quarantine_rate: Share = 0.05
     """With --quarantine: save and end if more than this share of the last 10,000 samples (at least 200) replaced
     unreadable ones; a fifth of it gives a warning."""
@@ -872,16 +858,14 @@ class TrainConfig(_Section):
     """Write checkpoints while training goes on; takes host memory of the size of a process's share."""
     trackers: list[Tracker] = ["tensorboard"]
     """Where metrics go beside `metrics.jsonl`, by accelerate's names."""
-    peak_tflops: Annotated[float, Field(gt=0)] | None = None
-    """Peak TFLOPS of one GPU in the run's precision, for MFU; null: from its data sheet, if known."""
     compile: Literal["auto", "none", "block"] = "auto"
     """block: compile each block with torch.compile, once for all shapes, and what prepares text and timestep. auto:
     block on a GPU of compute capability 8.0 or newer with Triton, unless another option excludes it; else none. A
     resumed run keeps its choice."""
-    compile_backend: str = "inductor"
-    """torch.compile's backend."""
-    profile: ProfileConfig | None = None
-    """Trace some steps with torch.profiler; null: none, {}: with its defaults."""
+    profile: TracedSteps | None = None
+    """Trace these steps with torch.profiler on the first process, into the folder `profile` of the run: 10-12, or 10.
+    They are counted since the run started or resumed, and begin at 2, because the step before is a warm-up; null:
+    none."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
 
@@ -973,37 +957,6 @@ class TrainConfig(_Section):
             )
 
 
-class PhaseConfig(_Section):
-    """A phase of training: a separate run that begins from the last checkpoint of the phase before. What it leaves
-    out is as in the rest of the configuration."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
-    """Its run directory is `train.output`/NAME."""
-    snapshot: str
-    """Name, id or beginning of the id of its snapshot. A phase that has begun keeps the snapshot it began with."""
-    steps: Positive | None = None
-    """`train.steps`."""
-    epochs: Positive | None = None
-    """`train.epochs`."""
-    set: dict[str, Any] = {}
-    """Any other option that `train` reads, such as `{train.optim.lr: 5.0e-5, data.resolution: 1024}`. Warm-up and
-    schedule begin anew in every phase."""
-
-    def by_field(self) -> dict[str, Any]:
-        """The options that its fields give."""
-        return {f"train.{key}": value for key, value in self if key in ("steps", "epochs") and value is not None}
-
-    def gives(self, option: str) -> bool:
-        """Whether an option has another value in this phase than in the rest of the configuration."""
-        given = {*self.by_field(), *self.set}
-        length = ("train.steps", "train.epochs")
-        return any(within(option, key) for key in given) or (option in length and not given.isdisjoint(length))
-
-
-_NO_PHASE = ("checkpoints", "pictures", "profile")
-"""Names of folders in a run directory."""
-
-
 class SampleConfig(_Section):
     """Pictures drawn from a checkpoint. Defaults: Sana's."""
 
@@ -1027,7 +980,7 @@ class Config(_Section):
     patience_s: Annotated[float, Field(ge=0)] = 300.0
     """Seconds to wait for storage that does not answer (of the cache or a source: object store, web server, network
     disk). It is named after some seconds, and `train` saves before it gives up. Storage that has never answered gets
-    5 s: its address is probably wrong."""
+    5 s: its address is probably wrong. Processes of a training wait for each other as long and 5 minutes more."""
     vae: VaeConfig
     """The image encoder."""
     text: TextConfig
@@ -1047,23 +1000,6 @@ class Config(_Section):
     sample: SampleConfig = SampleConfig()
     """The stage `sample`."""
     _data_given: DataGiven = PrivateAttr(default_factory=DataGiven)
-    phases: list[PhaseConfig] = []
-    """Phases that `train` runs one after the other; empty: one run in `train.output`. `export` and `sample` take the
-    newest checkpoint of the last phase that has one."""
-
-    def phase(self, name: str) -> PhaseConfig:
-        """The phase of a name.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        for phase in self.phases:
-            if phase.name == name:
-                return phase
-        known = ", ".join(phase.name for phase in self.phases)
-        raise ConfigError(
-            f"there is no phase {name!r} in the configuration", expected=f"one of {known}" if known else "phases: [...]"
-        )
 
     def with_train(self, **changes: Any) -> Config:
         """The configuration with other values of `train`'s options; they are not validated."""
@@ -1072,44 +1008,6 @@ class Config(_Section):
     def bears(self, precision: str) -> bool:
         """Whether the weights to begin from work in this value of `train.precision`, as far as is known."""
         return self.model.weights is None or self.model.weights.bears(precision)
-
-    def of_phase(self, name: str) -> Config:
-        """The configuration of a phase's run.
-
-        Raises:
-            ConfigError: there is no such phase, or its options cannot be.
-        """
-        phase = self.phase(name)
-        tree = self.model_dump(exclude_unset=True, exclude={"phases"})
-        train = tree.setdefault("train", {})
-        if phase is not self.phases[0]:
-            train.pop("phase", None)
-        fields = phase.by_field()
-        options = phase.set
-        origin = f"phases: {name}"
-        for option in options:
-            if option in fields or option == "train.output":
-                other = f"the option {option.rpartition('.')[2]} of the phase" if option in fields else "its name"
-                raise ConfigError(f"{origin}: set: {option} is given by {other}", fix="leave it out")
-            if option in _all_paths() and not reads("train", option):
-                raise ConfigError(f"{origin}: set: sana-pipe train does not read {option}", fix="leave it out")
-        options = {**fields, **options}
-        for name_given, other in (("steps", "epochs"), ("epochs", "steps")):
-            if f"train.{name_given}" in options and f"train.{other}" not in options:
-                train.pop(other, None)
-        for option, value in options.items():
-            _assign(tree, option.split("."), value, f"{option}={value}")
-        train["output"] = str(Path(self.train.output) / name)
-        try:
-            return Config.model_validate(tree)
-        except ValidationError as error:
-            raise _explain(error, tree, Path(origin), {}) from None
-
-    def at(self, folder: str | Path) -> Config:
-        """The configuration of the phase to which a folder belongs; of no phase: this one."""
-        output, place = Path(self.train.output).resolve(), Path(folder).resolve()
-        inside = [phase.name for phase in self.phases if place.is_relative_to(output / phase.name)]
-        return self.of_phase(inside[0]) if inside else self
 
     def _conflicts(self) -> Iterator[str]:
         weights, precision = self.model.weights, self.train.precision
@@ -1120,13 +1018,6 @@ class Config(_Section):
                 "(model.weights.runs_in): weights trained in fp16 fail in bf16 (NVlabs/Sana #47, #109), weights "
                 f"trained in bf16 overflow in fp16 (#65); set train.precision={working[0]}"
             )
-        names = [phase.name.lower() for phase in self.phases]
-        for name in names:
-            if names.count(name) > 1 or name in _NO_PHASE:
-                why = "is given twice" if names.count(name) > 1 else "is a folder of every run directory"
-                yield f"phases: the name {name!r} {why}"
-        for phase in self.phases:
-            self.of_phase(phase.name)  # checks its options
 
 
 _CACHE = ("cache", "mirror", "patience_s")
@@ -1138,10 +1029,10 @@ READS: dict[str, tuple[str, ...]] = {
     "encode": (*_CACHE, "vae", "text", "data", "encode", "metrics"),
     "bucket": (*_CACHE, "vae", "text", "bucket", *_BUCKETS, "encode"),
     "check": ("vae", "text", "model", "data", "train"),
-    "train": (*_CACHE, "model", "train", "metrics", "data.resolution", "data.caption_prefix", "phases", "sample"),
-    "plan": (*_CACHE, "text", "model", "train", "phases", "data", "bucket"),
-    "export": (*_CACHE, "vae", "text", "model", "data", "train", "phases", "sample"),
-    "sample": (*_CACHE, "vae", "text", "model", "data", "encode", "train", "phases", "sample"),
+    "train": (*_CACHE, "model", "train", "metrics", "data.resolution", "data.caption_prefix", "sample"),
+    "plan": (*_CACHE, "text", "model", "train", "data", "bucket"),
+    "export": (*_CACHE, "vae", "text", "model", "data", "train", "sample"),
+    "sample": (*_CACHE, "vae", "text", "model", "data", "encode", "train", "sample"),
     "decode": ("vae", "encode"),
     "inspect": (*_CACHE, "train"),
     "status": (*_CACHE, "train"),
@@ -1230,17 +1121,11 @@ def load(
         command: a key of `READS`; overrides of options that it does not read are refused. None: any option.
 
     Raises:
-        ConfigError: unknown key, wrong type, impossible combination, unreadable file, an option that is not read or
-            that every phase replaces.
+        ConfigError: unknown key, wrong type, impossible combination, unreadable file, an option that is not read.
     """
     config, given = load_given(path, overrides)
     for option in given.overridden if command else ():
         _check_read(str(command), option, value_at(given.tree, option))
-        if command in ("train", "plan") and config.phases and all(phase.gives(option) for phase in config.phases):
-            raise ConfigError(
-                f"--set {option}: has no effect, since every phase gives this option",
-                fix=f"change it in the phases, or {setting('phases', [])} for a run without them",
-            )
     return config
 
 
@@ -1256,11 +1141,41 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
             tree["train"].pop(other, None)
     for keys, value, text in assignments:
         _assign(tree, keys, value, text)
+    if "phases" in tree:
+        raise _phases_refused(tree, source if source != Path(LOCAL_NAME) else None)
     config = validated(tree, source, dict(zip(overridden, overrides, strict=True)))
     names = [name for keys, value, _ in assignments if keys[0] == "data" for name in _named(keys[1:], value)]
     signals = ["signals"] if any(within("encode.signals", option) for option in overridden) else []
     config._data_given = replace(data_given, overridden=frozenset([*names, *signals]))
     return config, Given(source, tree, tuple(overridden))
+
+
+def _phases_refused(tree: dict[str, Any], file: Path | None) -> ConfigError:
+    """The error for `phases`, with the commands that train the phases of a file.
+
+    Args:
+        file: to name by `--config`; None: `train` finds it.
+    """
+    phases, train = tree["phases"], tree.get("train")
+    output = Path(str((train.get("output") if isinstance(train, dict) else None) or TrainConfig().output))
+    lines: list[str] = []
+    for number, phase in enumerate(phases if isinstance(phases, list) else ()):
+        if not isinstance(phase, dict) or not isinstance(phase.get("name"), str):
+            lines.clear()
+            break
+        words = ["sana-pipe", "train", *([] if file is None else ["--config", str(file)])]
+        words += ["--from", str(output / phases[number - 1]["name"])] if number else []
+        words += ["--snapshot", str(phase["snapshot"])] if phase.get("snapshot") else []
+        changed = phase["set"] if isinstance(phase.get("set"), dict) else {}
+        given = {f"train.{key}": phase[key] for key in ("steps", "epochs") if phase.get(key) is not None}
+        for option, value in {"train.output": str(output / phase["name"]), **given, **changed}.items():
+            words += ["--set", f"{option}={on_one_line(value)}"]
+        lines.append(shlex.join([*words, "--resume", "auto"]))
+    template = ["sana-pipe train --from RUN --set train.output=DIR --set OPTION=VALUE --resume auto"] if phases else []
+    return ConfigError(
+        f"{file or LOCAL_NAME}: `phases` is no option: each round is a `train` of its own, which begins from the last",
+        fix="\n  ".join(["take `phases` out of the file, then", *(lines or template)]) if phases else "take it out",
+    )
 
 
 def validated(tree: dict[str, Any], source: Path, overridden: dict[str, str]) -> Config:
@@ -1394,8 +1309,6 @@ def _hint(location: tuple[int | str, ...]) -> str:
     typo = similar if difflib.get_close_matches(last, valid, n=1, cutoff=0.8) else []
     elsewhere = [path for path in _all_paths() if last in (path, path.rpartition(".")[2])]
     candidates = [*typo, *elsewhere, *similar]
-    if location[0] == "phases" and elsewhere and not typo:
-        return f"; what a phase changes stands in its set: {{{elsewhere[0]}: VALUE}}"
     if candidates:
         return f"; did you mean {candidates[0]!r}?"
     if len(valid) > _LISTED:

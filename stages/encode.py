@@ -150,7 +150,7 @@ def dry_run(
         source, work, config = survey.source, survey.work, survey.config
         sizes, times = estimate.sizes(work, config, caption_of(survey.recipes), survey.count_rows), None
         if probe:
-            speed = estimate.probe(work, config, source, survey.recipes, unit_encoder.device(config))
+            speed = estimate.probe(work, config, source, survey.recipes, unit_encoder.device(config.encode.device))
             times = estimate.times(work, sizes, speed, config, tasks)
         free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
         report = estimate.report(source, work, sizes, free, disk_space.RESERVE, times)
@@ -176,7 +176,7 @@ def _text_on_stderr(wanted: bool) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class _TextRun:
-    """What encoding needs. sources: by name, those that pictures are read from."""
+    """The settings of encoding prompts. sources: by name, those that pictures are read from."""
 
     config: Config
     cache: Cache
@@ -196,7 +196,7 @@ class _TextRun:
 
 @dataclass(frozen=True)
 class EncodeRun(_TextRun):
-    """What every step of a run with a source needs.
+    """The state that every step of a run with a source needs.
 
     Attributes:
         recipes: of the records, as of `pipeline.signals.recipes`.
@@ -216,7 +216,7 @@ class EncodeRun(_TextRun):
 
 @dataclass(frozen=True)
 class _Planned:
-    """What planning says to every process, as JSON values.
+    """The result of planning for every process, as JSON values.
 
     Attributes:
         table: digest of the scan's table.
@@ -289,7 +289,7 @@ Lines = list[tuple[int, str]]
 def _run_prompts(
     config: Config, name: str, lines: Lines, share: tuple[int, int], engine: str, stop: Stop
 ) -> dict[str, Any]:
-    text = TextRecipe.wanted(config)
+    text = TextRecipe.wanted(signals.Encoders(config.vae, config.text), config.data, config.encode)
     cache = Cache.of(config, create=True)
     copies.repair_all(cache.files)
     cache.files.sweep()
@@ -350,7 +350,7 @@ def _run(
     asked: tuple[str, Lines] | None,
 ) -> dict[str, Any]:
     config = reading.config
-    recipes = signals.recipes(config)
+    recipes = signals.recipes(signals.Encoders(config.vae, config.text), config.data, config.encode)
     table = buckets.table(config.data, compression(recipes))
     cache = Cache.of(config, create=True)
     copies.repair_all(cache.files)
@@ -448,7 +448,7 @@ _DECISIVE = ("image_batch", "max_shrink", "max_reject_rate")
 
 
 def _decisive(run: EncodeRun) -> bytes:
-    """What decides a plan beside the scan."""
+    """Return what decides a plan besides the scan."""
     data, encode = run.config.data.model_dump(mode="json"), run.config.encode.model_dump(mode="json")
     recipes = [recipe.name for recipe in run.recipes]
     settings = [planning.captions_of_batch(run.config.encode), *(encode[name] for name in _DECISIVE)]
@@ -456,7 +456,7 @@ def _decisive(run: EncodeRun) -> bytes:
 
 
 def _opened(run: EncodeRun, planned: _Planned) -> _Work:
-    """What another process has planned."""
+    """Open what another process has planned."""
     run.source.ignored = Kinds(**planned.ignored)
     work = _Work(run, planned.table)
     for recipe, count in planned.plans.items():
@@ -510,7 +510,7 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
 
 
 def _noun(recipe: Recipe) -> str:
-    """What the records of a recipe are called in the result."""
+    """Return what the records of a recipe are called in the result."""
     assert isinstance(recipe, signals.Signal)
     return recipe.noun
 
@@ -518,13 +518,13 @@ def _noun(recipe: Recipe) -> str:
 def _plan_images(run: EncodeRun, recipe: PictureSignal, work: pa.Table) -> list[WorkPlan]:
     fitting = None  # with Ray the pictures are encoded on other machines
     if run.engine == "local":
-        footprint = partial(recipe.footprint, run.config)
-        fitting = image_batch.fitting(footprint, lambda: unit_encoder.device(run.config))
+        footprint = partial(recipe.footprint, signals.Encoders(run.config.vae, run.config.text))
+        fitting = image_batch.fitting(footprint, lambda: unit_encoder.device(run.config.encode.device))
     return planning.plan_images(run.cache, recipe, work, run.config.encode, fitting)
 
 
 def _summary(run: EncodeRun, planned: _Planned) -> list[str]:
-    """What the source has, for people."""
+    """Say what the source has, for people."""
     new, reused = planned.new, planned.reused
     return [
         f"source {run.source.name!r}: {planned.items} items, {planned.rejects} rejected by the scan",
@@ -567,7 +567,9 @@ def _encode(
         click.echo(line)
 
     if not idle and run.engine == "local":
-        unit_encoder.device(run.config, click.echo)  # a GPU that cannot be used shows before the models are read
+        unit_encoder.device(
+            run.config.encode.device, click.echo
+        )  # a GPU that cannot be used shows before the models are read
 
     def missing(plans: list[WorkPlan]) -> Work:
         return [] if idle else missing_units(cache, plans)

@@ -31,7 +31,7 @@ from pipeline.errors import CacheError, NoSpaceError, RejectRateError, UserError
 from pipeline.images import buckets
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder, count_rows
-from pipeline.signals import recipes
+from pipeline.signals import Encoders, recipes
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.phash import RULE, HashRecipe
 from pipeline.signals.text import TextRecipe
@@ -267,7 +267,7 @@ def test_a_batch_that_would_take_too_long_is_measured_by_one_picture(
             clock[0] += cost * len(pictures)
 
     config = make_config(tmp_path)
-    latent = recipes(config)[0]
+    latent = recipes(Encoders(config.vae, config.text), config.data, config.encode)[0]
     folder = FolderSource(source, "text")
     items = [item.place for item in folder.items()]
     decoded: list[float] = []

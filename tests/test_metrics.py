@@ -525,12 +525,12 @@ def test_status_shows_a_training_that_holds_its_run(done: Config, capsys: Any) -
     try:
         stages.status.run(done)
         assert f"training {done.train.output}: step 3, 0 left" in capsys.readouterr().out
-        phase = Path(done.train.output) / "second"
-        phase.mkdir()
-        (phase / "lock.json").touch()
+        below = Path(done.train.output) / "second"
+        below.mkdir()
+        (below / "lock.json").touch()
         stages.status.run(done)
-        assert f"training {phase}: no row yet" in capsys.readouterr().out
-        shutil.rmtree(phase)
+        assert f"training {below}: no row yet" in capsys.readouterr().out
+        shutil.rmtree(below)
         os.utime(lock, (time.time() - 100,) * 2)
         stages.status.run(done)
         assert "training" not in capsys.readouterr().out, "it was killed"

@@ -59,15 +59,12 @@ def test_an_option_that_the_command_does_not_read_is_refused(command: str, given
         ("encode", "encode.storage=int8"),
         ("verify", "encode.device=cpu"),
         ("gc", "cache=elsewhere"),
-        # what these commands read only if pictures are drawn, phases follow, damage is repaired
+        # what these commands read only if pictures are drawn, damage is repaired
         ("train", "sample={steps: 3, guidance: 5.0, seed: 1}"),
-        ("train", "phases=[]"),
         ("check", "train.precision=fp32"),
         ("check", "model.arch.num_layers=2"),
         ("plan", "text.max_length=100"),
         ("plan", "bucket={batch: 4, batch_multiple: 2, resolutions: []}"),
-        ("plan", "phases=[]"),
-        ("export", "phases=[]"),
         ("sample", "vae.dtype=tf32"),
         ("sample", "encode.device=cpu"),
         ("sample", "text.max_length=100"),

@@ -47,7 +47,7 @@ class LastScan:
 
     @cached_property
     def table(self) -> pa.Table | None:
-        """Its table, if it is trusted."""
+        """Return its table, if it is trusted."""
         return None if self._rehash else self._read()
 
     def parts(self, alone: bool) -> dict[str, tuple[str, int, int]]:
@@ -126,12 +126,12 @@ def unchanged_row(row: dict[str, Any] | None, size: int, mtime: int) -> dict[str
 
 
 def is_limited(reject: str) -> bool:
-    """Whether a higher limit would let the picture in."""
+    """Return whether a higher limit would let the picture in."""
     return decoding.LIMIT in reject
 
 
 def gone(cache: Cache, source: Source, table: pa.Table, most: float) -> int:
-    """How many usable pictures of the last scan are missing in `table`.
+    """Return how many usable pictures of the last scan are missing in `table`.
 
     A picture is missing if neither its item nor its bytes are among the readable rows. A picture that a setting leaves
     out is not missing.

@@ -260,7 +260,7 @@ class Scan:
         return slice, new, slice.fragment.identity(slice.stats) if new or self._several else None
 
     def _has_new(self, slice: Slice) -> bool:
-        """Whether the slice may have a new picture. A part with a stamp may: it is not listed to find out."""
+        """Return whether the slice may have a new picture. A part with a stamp may: it is not listed to find out."""
         if slice.stamp is not None:
             return True
         slice.before = self.last.find(list(slice.stats))

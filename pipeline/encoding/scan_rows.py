@@ -71,7 +71,7 @@ def from_header(source: Source, place: Place, max_pixels: int) -> dict[str, Any]
 
 
 def unread(table: pa.Table) -> int:
-    """How many usable pictures of a scan are known by their headers alone."""
+    """Return how many usable pictures of a scan are known by their headers alone."""
     count = 0
     for batch in batches(table.select(["digest", "reject"])):
         starts = pc.binary_slice(batch.column("digest"), 0, 8)
@@ -218,8 +218,8 @@ class RowMaker:
 
 
 def _another_shape(further: dict[str, Any], picture: dict[str, Any]) -> str | None:
-    """Why a further picture cannot show the same area, or None; sides may be rounded. Both: `width` and `height`, or
-    nothing yet."""
+    """Say why a further picture cannot show the same area, or None; sides may be rounded. Both: `width` and `height`,
+    or nothing yet."""
     if not ("width" in further and "width" in picture):
         return None
     (w, h), (width, height) = ((some["width"], some["height"]) for some in (further, picture))

@@ -83,7 +83,7 @@ class CaptionCandidate:
 
 @dataclass
 class PictureCaptions:
-    """What files and rows say about a picture.
+    """The captions that files and rows give a picture.
 
     problems: captions that cannot be used: (file, line or "", reason).
     meta: the other columns; of several values of a column the first counts.
@@ -137,7 +137,7 @@ class CaptionRule:
 
     @property
     def listed(self) -> bool:
-        """Whether the user listed `fields`; then text files are used only if `txt` is one of them."""
+        """Return whether the user listed `fields`; then text files are used only if `txt` is one of them."""
         return bool(self.config.caption_weights)
 
     @cached_property
@@ -147,7 +147,7 @@ class CaptionRule:
 
     @property
     def is_default(self) -> bool:
-        """Whether the user named no column."""
+        """Return whether the user named no column."""
         return self.fields == ((DataConfig.model_fields["caption_field"].default, 1.0),) and not self.listed
 
     @cached_property
@@ -219,17 +219,18 @@ class CaptionRule:
         return self.likely(sure) if sure else None
 
     def lacks_captions(self, columns: Collection[str]) -> bool:
-        """Whether a table with these columns cannot have any caption, or a default caption would hide those it has."""
+        """Return whether a table with these columns cannot have any caption, or a default caption would hide those it
+        has."""
         usable = {*self.columns, *self.fallback}
         lacks = bool(self.columns) and not any(has_column(columns, c) for c in usable)
         return lacks and (self.config.caption is None or self.hides(columns) is not None)
 
     def has_caption_column(self, row: dict[str, Any]) -> bool:
-        """Whether a row has any of the caption columns."""
+        """Return whether a row has any of the caption columns."""
         return any(has_column(row, column) for column in (*self.columns, *self.fallback))
 
     def read(self, row: dict[str, Any], scores: dict[str, Any] | None = None, where: str = "") -> PictureCaptions:
-        """What a row says.
+        """Return what a row says.
 
         Args:
             scores: by column, from another file; they take precedence over those of the row.
@@ -256,7 +257,7 @@ class CaptionRule:
         return captions
 
     def lacking(self, row: dict[str, Any]) -> str:
-        """What a row without a caption column has instead, and the setting that would take one of its texts."""
+        """Say what a row without a caption column has instead, and the setting that would take one of its texts."""
         missing = [column for column, _ in self.fields if column in self.columns]
         names = list(islice(columns_of(row), SHOWN + 1))
         has = ", ".join([repr(escaped(column)) for column in names[:SHOWN]] + ["..."] * (len(names) > SHOWN))
@@ -433,7 +434,7 @@ def sure_columns(columns: Iterable[str]) -> list[str]:
 
 
 def has_column(columns: Collection[str], column: str) -> bool:
-    """Whether a column, or an object that may hold it, is among those of a table."""
+    """Return whether a column, or an object that may hold it, is among those of a table."""
     return column in columns or any(
         column[:place] in columns for place, character in enumerate(column) if character == "."
     )

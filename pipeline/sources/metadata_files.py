@@ -55,13 +55,13 @@ REJECTS = pa.schema([("item", pa.string()), ("reason", pa.string())])
 
 
 class Pictures:
-    """What the rows say about pictures, in temporary files. table: columns `item` and `row`, in the rows' order."""
+    """The rows about pictures, in temporary files. table: columns `item` and `row`, in the rows' order."""
 
     def __init__(self, table: pa.Table, scratch: Scratch):
         self._rows = ItemRows(table, scratch)
 
     def find(self, keys: list[str]) -> list[PictureCaptions | None]:
-        """What the rows say about each picture; None where no row names it."""
+        """Return what the rows say about each picture; None where no row names it."""
         return [self._merged(rows) if rows else None for rows in self._rows.every(keys)]
 
     def _merged(self, rows: list[int]) -> PictureCaptions:
@@ -288,7 +288,7 @@ class RowReader:
         return _jsonl(lines)
 
     def _is_json(self, first: str, second: str) -> bool:
-        """Whether the file is one JSON value, and not one in each line. first, second: its lines."""
+        """Return whether the file is one JSON value, and not one in each line. first, second: its lines."""
         if self._ending != "json":
             return first.lstrip().startswith("[")
         row = parse_json(first) if len(first) <= MAX_CAPTION_BYTES else ""
@@ -358,7 +358,8 @@ def _json(text: str) -> Rows:
 
 
 def _separator(header: str) -> str:
-    """What separates the columns of a CSV file: what finds a column that names pictures, else the most frequent."""
+    """Return what separates the columns of a CSV file: what finds a column that names pictures, else the most
+    frequent."""
     for separator in _SEPARATORS:
         names = [name.strip().strip('"') for name in header.split(separator)]
         if len(names) > 1 and not {*NAME_COLUMNS, *LINK_COLUMNS}.isdisjoint(names):
@@ -367,7 +368,7 @@ def _separator(header: str) -> str:
 
 
 def _all_text(values: list[Any]) -> bool:
-    """Whether a list has texts alone, one at least."""
+    """Return whether a list has texts alone, one at least."""
     return bool(values) and all(isinstance(value, str) for value in values)
 
 

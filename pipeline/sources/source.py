@@ -38,7 +38,7 @@ _LISTED = pa.schema([("entries", pa.large_binary())])
 
 
 class Place(NamedTuple):
-    """Where the bytes of an item are.
+    """The place of an item's bytes.
 
     item: its key.
     part: the file of the source that holds it; None for an item that is a file.
@@ -184,7 +184,7 @@ class Source(ABC):
         return self.filesystem.location
 
     def document(self) -> dict[str, Any]:
-        """What a scan document says of the source, so that it can be opened again."""
+        """Return what a scan document says of the source, so that it can be opened again."""
         format = {"source_format": self.format} if self.format != Source.format else {}
         return {"root": self.location, **format, **({"named": list(self.named)} if self.named else {})}
 
@@ -230,7 +230,7 @@ class Source(ABC):
         return with_further(self.stat(item.place), (self.stat(place) for _, place in item.pictures if place))
 
     def head(self, place: Place, length: int) -> bytes:
-        """At least the first `length` bytes, or the whole item if it is shorter or cannot be read in part.
+        """Read at least the first `length` bytes, or the whole item if it is shorter or cannot be read in part.
 
         Raises:
             Unreadable: as in `read`.
@@ -263,12 +263,12 @@ class Source(ABC):
 
     @property
     def is_remote(self) -> bool:
-        """Whether every read is a network round trip, so that many should be in flight at once."""
+        """Return whether every read is a network round trip, so that many should be in flight at once."""
         return self.filesystem.is_remote
 
     @property
     def uses_files(self) -> bool:
-        """Whether items are files that tables name, so that pictures beside the tables are not left out."""
+        """Return whether items are files that tables name, so that pictures beside the tables are not left out."""
         return False
 
     @contextmanager
@@ -300,7 +300,8 @@ class Source(ABC):
     # ------------------------------------------------------------ for subclasses
 
     def _range(self, place: Place) -> FileRange | None:
-        """Where an item's bytes are, if they are a file or a range of one; a source with others has its own `read`.
+        """Return where an item's bytes are, if they are a file or a range of one; a source with others has its own
+        `read`.
 
         Raises:
             Unreadable: the place does not belong to this source.
@@ -404,7 +405,8 @@ class FilesSource(Source):
 
 @dataclass(frozen=True)
 class Given:
-    """What `--data` names, and how it is to be read. files: that the user named; None: those of the whole folder."""
+    """The data that `--data` names, and how it is to be read. files: that the user named; None: those of the whole
+    folder."""
 
     filesystem: Filesystem
     files: list[str] | None
@@ -415,7 +417,7 @@ class Given:
 
 
 class Format(ABC):
-    """How a format is recognised and opened; `formats.FORMATS` lists all of them."""
+    """The way in which a format is recognised and opened; `formats.FORMATS` lists all of them."""
 
     endings: tuple[str, ...] = ()
     """Of its files, without the dot."""
@@ -433,20 +435,20 @@ class Format(ABC):
         self.name = name
 
     def may_list(self, file: str) -> bool:
-        """Whether a file at the top of a folder of pictures without captions may list them; `names` tells."""
+        """Return whether a file at the top of a folder of pictures without captions may list them; `names` tells."""
         return self.is_listing and "/" not in file and extension(file) in self.named_endings
 
     def shows(self, file: str) -> bool:
-        """Whether a file of a folder shows by its name that the folder is of this format."""
+        """Return whether a file of a folder shows by its name that the folder is of this format."""
         return extension(file) in self.endings and not (self.is_listing and "/" in file)
 
     def has(self, filesystem: Filesystem, file: str) -> bool:
-        """Whether a file that the user named is of this format."""
+        """Return whether a file that the user named is of this format."""
         return extension(file) in (*self.endings, *self.named_endings)
 
     def names(self, given: Given, file: str) -> str:
-        """What the rows of a table name: `files` of the folder or `links` elsewhere, with captions, or `pictures` of
-        their own; "" for a listing of something else."""
+        """Return what the rows of a table name: `files` of the folder or `links` elsewhere, with captions, or
+        `pictures` of their own; "" for a listing of something else."""
         return "pictures"
 
     def files(self, given: Given) -> tuple[Iterable[str], Kinds]:

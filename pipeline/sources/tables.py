@@ -170,8 +170,8 @@ class ListingSource(FolderSource):
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a parquet file holds its pictures: in which column, whether as bytes, and whether in a store. unused: other
-    columns of pictures."""
+    """The way in which a parquet file holds its pictures: in which column, whether as bytes, and whether in a store.
+    unused: other columns of pictures."""
 
     column: str
     holds_bytes: bool
@@ -295,7 +295,7 @@ class ParquetSource(FilesSource):
     def _read_group(
         self, name: str, table: ParquetFile, group: int, columns: list[str]
     ) -> tuple[list[dict[str, Any]], pa.Array]:
-        """Of a row group: the values of `columns` by row, and all pictures."""
+        """Read, of a row group, the values of `columns` by row, and all pictures."""
         count = table.metadata.row_group(group).num_rows
         values = table.read_row_group(group, columns=columns)
         pictures = self._group(name, group)
@@ -322,7 +322,7 @@ class ParquetSource(FilesSource):
         return any(map(self.names_files, self.files))
 
     def names_files(self, name: str) -> bool:
-        """Whether a file is a table of pictures that are files here."""
+        """Return whether a file is a table of pictures that are files here."""
         try:
             with self._lock:
                 table, layout = self._file(name), self._layout(name)
@@ -360,7 +360,7 @@ class ParquetSource(FilesSource):
         return item
 
     def _layout(self, part: str) -> _Layout:
-        """How a file holds its pictures.
+        """Say how a file holds its pictures.
 
         Raises:
             UserError: as `_picture_column`; the first name is a URL of a web server.
@@ -648,7 +648,7 @@ def _first_name(table: ParquetFile, column: str) -> str:
 
 
 def is_file(filesystem: Filesystem, name: str, folder: str) -> bool:
-    """Whether a name in a table, relative to `folder` or absolute, is that of a file of the data."""
+    """Return whether a name in a table, relative to `folder` or absolute, is that of a file of the data."""
     try:
         return bool(filesystem.stat(filesystem.key(name, folder)))
     except (ValueError, Unreadable):
@@ -656,7 +656,7 @@ def is_file(filesystem: Filesystem, name: str, folder: str) -> bool:
 
 
 def names_picture(given: Given, name: str) -> bool:
-    """Whether a name in a listing at the top, maybe without its ending, is that of a picture of the data."""
+    """Return whether a name in a listing at the top, maybe without its ending, is that of a picture of the data."""
     folder = given.config.image_root or ""
     if extension(name) in EXTENSIONS:
         return is_file(given.filesystem, name, folder)
@@ -668,7 +668,7 @@ def names_picture(given: Given, name: str) -> bool:
 
 
 def _has_pictures(table: ParquetFile, column: str) -> bool:
-    """Whether the first values of a column are pictures, or it is not known because they are missing."""
+    """Return whether the first values of a column are pictures, or it is not known because they are missing."""
     try:
         batch = next(table.iter_batches(SNIFFED, columns=[column]), None)
         values = [] if batch is None else [_bytes_and_name(_first(_value(value)))[0] for value in batch.column(0)]
@@ -706,7 +706,7 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def _has_bytes(kind: pa.DataType) -> bool:
-    """Whether values of a type have bytes somewhere in them."""
+    """Return whether values of a type have bytes somewhere in them."""
     if pa.types.is_struct(kind):
         return any(_has_bytes(kind.field(i).type) for i in range(kind.num_fields))
     inner = getattr(kind, "value_type", None)
@@ -725,7 +725,7 @@ def _size(table: ParquetFile, group: int, column: str) -> int:
 
 
 def _nulls(table: ParquetFile, column: str) -> bool:
-    """Whether a row may hold no bytes (and so name a file)."""
+    """Return whether a row may hold no bytes (and so name a file)."""
     for group in range(table.metadata.num_row_groups):
         for path, chunk in _columns(table, group, column):
             inner = path.removeprefix(column)

@@ -53,7 +53,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a Ray worker process needs to know; the same for every unit of a run.
+    """The settings of a Ray worker process; the same for every unit of a run.
 
     Args:
         key: a maker is reused for orders with this key.
@@ -215,7 +215,7 @@ class Cluster:
         return {"num_cpus": CPUS, "num_gpus": 1.0 if has_gpus and self._config.device != "cpu" else 0.0}
 
     def slots(self, need: dict[str, float]) -> int:
-        """How many units the living nodes can run at the same time."""
+        """Count the units that the living nodes can run at the same time."""
         total = 0
         for node in self._ray.nodes():
             if node["Alive"]:
