@@ -449,7 +449,7 @@ def init(data: tuple[str, ...], out: str, **options: Any) -> Any:
 def encode(config: Config, dry_run: bool, probe: bool, **options: Any) -> Any:
     """Encode pictures and captions, or prompts, into the cache; existing records are not encoded again.
 
-    After SIGTERM, SIGUSR1 or SIGHUP the shards at hand are finished within encode.grace_s or dropped, and the exit
+    After SIGTERM, SIGUSR1 or SIGHUP the shards at hand are finished within 20 s or dropped, and the exit
     code is 0; the same command continues.
 
     Encoding waits up to an hour for disk space; --dry-run ends with 6 if there is too little.

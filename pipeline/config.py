@@ -333,10 +333,8 @@ class DataConfig(_Section):
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
     """Colour behind transparent pixels (red, green, blue)."""
     max_pixels: Positive = 200_000_000
-    """Pictures with more pixels are rejected, by their header."""
-    max_picture_mib: Positive = 3072
-    """Pictures that take more memory to decode, in MiB, are rejected, by their header. `encode.workers` pictures are
-    decoded at once."""
+    """Pictures with more pixels are rejected, by their header; WebP and JPEG 2000 with more than half as many. Decoding
+    takes up to 16 bytes a pixel, of these two 32, and `encode.workers` pictures are decoded at once."""
     decoder: Literal["auto", "vips", "pillow"] = "auto"
     """vips is fast. auto: vips where it can be imported, but an existing cache keeps its decoder. The pixels differ by
     rounding, so the decoder is part of the recipe."""
@@ -346,11 +344,6 @@ class DataConfig(_Section):
     """Pictures that must be enlarged by more than this factor to cover their bucket are left out; null: none."""
     max_crop_loss: Share | None = None
     """Pictures that would lose more than this share of their area to the crop are left out; null: none."""
-
-    @property
-    def max_bytes(self) -> int:
-        """`max_picture_mib` in bytes."""
-        return self.max_picture_mib << 20
 
     @model_validator(mode="before")
     @classmethod
@@ -399,8 +392,8 @@ class StorageConfig(_Section):
 
 
 class EncodeConfig(_Section):
-    """How encoding is divided into units and run. Only `storage` is part of the recipe. Batch sizes are part of the
-    plan, so a unit's bytes do not depend on the process that encodes it."""
+    """How pictures and captions are encoded. Only `storage` is part of the recipe. Batch sizes are part of the plan, so
+    a unit's bytes do not depend on the process that encodes it."""
 
     storage: StorageConfig = StorageConfig()
     """How values are stored."""
@@ -411,18 +404,6 @@ class EncodeConfig(_Section):
     """Pictures of one VAE batch. auto: on a GPU for each size as many as are predicted to leave a tenth of the memory
     free, at most 15 of 1024 x 1024 pixels (larger tensors are no faster); 8 on a CPU and with `--engine ray`. A batch
     that does not fit is halved."""
-    text_batch: Positive = 128
-    """Limit on captions of one batch; the text encoder divides it into forward passes of similar length and at most
-    8192 tokens. These fit into any GPU that holds the encoder, so there is no auto."""
-    unit_mib: Positive = 64
-    """Limit on a unit's records in MiB."""
-    unit_images: Positive = 1024
-    """Limit on a unit's pictures."""
-    unit_captions: Positive = 512
-    """Limit on a unit's captions."""
-    window: Positive = 65536
-    """Pictures of the listing from which units of one resolution are formed. More fills units better, fewer keeps reads
-    local."""
     workers: NotNegative = 4
     """Threads that read and decode pictures."""
     device: str = "auto"
@@ -433,10 +414,6 @@ class EncodeConfig(_Section):
     max_shrink: Share = 0.2
     """Refuse a scan that misses more than this share of the source's earlier pictures: the source is probably
     unreachable or mistyped. 1: accept it."""
-    claim_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds without a sign of life after which idle processes take over a worker's unit."""
-    grace_s: Annotated[float, Field(ge=0)] = 20.0
-    """Seconds that the current unit may take after SIGTERM, SIGUSR1 or SIGHUP; then it is dropped at its next batch."""
 
 
 class SourceConfig(_Section):

@@ -286,12 +286,12 @@ def _facts(config: Config, looked: Sequence[_Looked], machine: Machine | None, g
 
 def _held_out(config: Config, looked: Sequence[_Looked]) -> int:
     """How many of a few pictures the share of `recommend.HELDOUT` holds out: their digests decide."""
-    limits = config.data.max_pixels, config.data.max_bytes
     digests = [
         digest
         for each in looked
         for place in each.usable.select(Place._fields).to_pylist()
-        if (digest := scan_rows.from_bytes(each.source, Place(**place), *limits).get("digest")) is not None
+        if (digest := scan_rows.from_bytes(each.source, Place(**place), config.data.max_pixels).get("digest"))
+        is not None
     ]
     column = fixed(pa.array(digests, pa.binary(16)))
     return int(is_held_out(column, recommend.HELDOUT[-1][1]).sum()) if digests else 0

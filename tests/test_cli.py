@@ -73,7 +73,7 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Call
         ("train --device cpu", "--set train.device=cpu or --set train.ema.device=cpu"),
         ("train --ema", "--set 'train.ema={}'"),
         ("train --tf32", "--set train.tf32=VALUE"),
-        ("encode --data . --text-batch 3", "--set encode.text_batch=3"),
+        ("encode --data . --image-batch 3", "--set encode.image_batch=3"),
         ("gc --cache /c", "--set cache=/c"),
     ],
 )

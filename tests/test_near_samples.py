@@ -29,6 +29,7 @@ from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, IntegrityError
 from pipeline.reporting.figures import collect
 from pipeline.snapshots import heldout, join, near_samples, selection
+from tests.support.constants import set_constants, unit_sizes
 
 MakeConfig = Callable[..., Config]
 SIZE = "encode.signals=[phash]"
@@ -327,10 +328,13 @@ def test_a_difference_names_hashes_that_only_one_snapshot_has(
     assert stages.snapshots.diff(plain, with_hashes, with_hashes) == 0
 
 
-def test_tasks_and_a_changed_picture(source: Path, encoded: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_tasks_and_a_changed_picture(
+    source: Path, encoded: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two tasks give the snapshot of one; a picture that changes leaves its group."""
+    set_constants(monkeypatch, unit_sizes(4, 512))
     data = Path(shutil.copytree(source, tmp_path / "all"))
-    options = (SIZE, "bucket.dedup=near", "encode.unit_images=4")
+    options = (SIZE, "bucket.dedup=near")
     alone, shared = (make_config(tmp_path / name, *options) for name in ("alone", "shared"))
     stages.encode.run(alone, data=str(data))
     for task in (1, 0):
