@@ -25,7 +25,7 @@ from pipeline.cache.disk import Handle
 from pipeline.cache.files import Files
 from pipeline.cache.shard import BLOCK, ShardReader, npy_header
 from pipeline.cache.snapshot import Bucket, Columns, Head, PackedOrder, Policies, Snapshot, TextPlace
-from pipeline.config import BucketConfig, EncodeConfig
+from pipeline.config import EncodeConfig
 from pipeline.encoding import estimate, plan
 from pipeline.errors import CacheError
 from pipeline.loader.loader import Loader, LoaderSettings
@@ -226,7 +226,7 @@ class Imagined:
     latent: LatentRecipe
     text: TextRecipe
     blocks: tuple[int, ...] = ()
-    window: int = BucketConfig().pack_window
+    window: int = packing.WINDOW
     encode: EncodeConfig = field(default_factory=EncodeConfig)
 
     def packed(self, mib: int) -> Imagined:
