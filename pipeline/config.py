@@ -718,10 +718,8 @@ class PicturesConfig(_Section):
     of these samples, in the bucket that has most of them."""
     every: Positive = 500
     """Steps between pictures; also before the first step and after the last one."""
-    height: Positive | None = None
-    """Height in pixels; null: `data.resolution`. With `controlnet` that of a bucket; null: any."""
-    width: Positive | None = None
-    """Width in pixels; null: `data.resolution`. With `controlnet` that of a bucket; null: any."""
+    size: tuple[Positive, Positive] | None = None
+    """[height, width] in pixels; null: a square of `data.resolution`. With `controlnet` those of a bucket, null any."""
     decode: bool = True
     """When the run has ended, decode the pictures and write RUN/report.html, in a process of its own. false: later, by
     `sample --watch` and `report`, where a node of a cluster would wait for it."""
