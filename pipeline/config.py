@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -143,10 +143,10 @@ class _Section(BaseModel):
 class Weights(_Section):
     """Pretrained weights."""
 
+    folder: ClassVar[str] = ""
+    """The model's folder in a pipeline's repository or folder."""
     id: Place
-    """A model on the hub, or a folder that `save_pretrained` wrote."""
-    subfolder: str | None = None
-    """The model's folder inside the repository or folder; null: the top."""
+    """A model on the hub, or a folder that `save_pretrained` wrote: the model's, or that of a pipeline which has it."""
     revision: str | None = None
     """Branch, tag or commit on the hub; null: the main branch."""
 
@@ -154,9 +154,10 @@ class Weights(_Section):
 class StartWeights(Weights):
     """The weights that training starts from."""
 
+    folder: ClassVar[str] = "transformer"
     id: Place
-    """A model on the hub, a folder that `save_pretrained` wrote, or a file of NVlabs' trainer (`.pth`, or safetensors
-    with its names), local or as `hf://OWNER/NAME/checkpoints/NAME.pth`."""
+    """A model on the hub or a folder that `save_pretrained` wrote, the transformer's or a pipeline's; or a file of
+    NVlabs' trainer (`.pth`, or safetensors with its names), local or as `hf://OWNER/NAME/checkpoints/NAME.pth`."""
     variant: str | None = None
     """The variant of the weight files; null: the files of the highest precision (the run logs which). Of several models
     in one `.pth`, the key of one, such as `state_dict_ema`."""
@@ -170,15 +171,13 @@ class StartWeights(Weights):
 
     @classmethod
     def from_word(cls, word: str) -> Any:
-        direct = Path(expanded(word), "config.json").is_file()
-        return {"id": word, "subfolder": None if direct else "transformer"}
+        return {"id": word}
 
 
 class VaeConfig(Weights):
     """The image encoder."""
 
-    subfolder: str | None = "vae"
-    """The model's folder inside the repository or folder; null: the top."""
+    folder: ClassVar[str] = "vae"
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Precision of the encoder's computation; part of the recipe. tf32: fp32, whose factors of products and
     convolutions a GPU rounds to TF32. DC-AE overflows in fp16. With tf32 and bf16 `encode` prints how far some of your
@@ -191,16 +190,19 @@ class VaeConfig(Weights):
     @property
     def other_decoder(self) -> Weights | None:
         """The weights that `decoder` names."""
-        return None if self.decoder is None else Weights(id=self.decoder)
+        return None if self.decoder is None else VaeConfig(id=self.decoder)
+
+
+class Tokenizer(Weights):
+    """The files of the text encoder's tokenizer."""
+
+    folder: ClassVar[str] = "tokenizer"
 
 
 class TextConfig(Weights):
     """The text encoder, and how a caption becomes rows."""
 
-    subfolder: str | None = "text_encoder"
-    """The model's folder inside the repository or folder; null: the top."""
-    tokenizer_subfolder: str | None = "tokenizer"
-    """The tokenizer's folder inside the repository or folder; null: the top."""
+    folder: ClassVar[str] = "text_encoder"
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Precision of the encoder's computation; part of the recipe."""
     recipe: Literal["diffusers", "nvlabs"] = "diffusers"
@@ -213,6 +215,11 @@ class TextConfig(Weights):
     mode: Literal["auto", "exact"] = "auto"
     """auto: run the instruction once for all captions, and check samples against the reference. exact: run the
     reference for each caption. Not part of the recipe (see pipeline/models/text.py)."""
+
+    @property
+    def tokenizer(self) -> Weights:
+        """The repository or folder of the tokenizer."""
+        return Tokenizer(id=self.id, revision=self.revision)
 
 
 class TagsConfig(_Section):
@@ -540,10 +547,6 @@ class FlowConfig(_Section):
 
     shift: Annotated[float, Field(gt=0)] = 3.0
     """Shift of the times towards noise; used in sampling, too."""
-    logit_mean: float = 0.0
-    """Mean of the times' logit."""
-    logit_std: Annotated[float, Field(gt=0)] = 1.0
-    """Standard deviation of the times' logit."""
 
 
 class OptimConfig(_Section):
@@ -553,9 +556,7 @@ class OptimConfig(_Section):
     """adamw: 8 bytes of state per parameter. adamw8bit: 2 bytes (torchao). came: 4 bytes; NVlabs use it with
     weight_decay 0. Adafactor is not offered: torch's cannot be sharded."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
-    """Peak learning rate."""
-    scale_lr: Literal["none", "sqrt"] = "none"
-    """sqrt: multiply lr by sqrt(batch / 256), as NVlabs' trainer does."""
+    """Peak learning rate. NVlabs' trainer multiplies that of its configuration by sqrt(batch / 256)."""
     betas: Annotated[tuple[Share, ...], Field(min_length=2, max_length=3)] = (0.9, 0.999)
     """Decay of the moments; null: (0.9, 0.999) for AdamW, (0.9, 0.999, 0.9999) for CAME."""
     eps: Annotated[float, Field(gt=0)] | None = 1e-8
@@ -567,13 +568,9 @@ class OptimConfig(_Section):
     warmup_steps: NotNegative = 2000
     """Steps over which the rate rises to its peak."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """The rate after the warm-up. linear, cosine: it falls until `train.steps`. wsd: it is constant and falls over the
-    last `decay_steps` (with 1 - sqrt of the part that is done). A resumed run with another `train.steps` follows the
-    new curve from there."""
-    decay_steps: Positive | None = None
-    """Steps of the fall of wsd; null: a tenth of `train.steps`."""
-    final_lr: Share = 0.0
-    """Share of the peak to which the rate falls."""
+    """The rate after the warm-up. linear, cosine: it falls to 0 at `train.steps`. wsd: it is constant and falls over
+    the last tenth of `train.steps` (with 1 - sqrt of the part that is done). A resumed run with another `train.steps`
+    follows the new curve from there."""
     in_backward: bool = False
     """Update each parameter as soon as its gradient is complete, and free the gradient: the gradients of the whole
     model are never in memory together. Needs `clip: null`, because the global norm is known only afterwards."""
@@ -597,10 +594,6 @@ class OptimConfig(_Section):
             yield f"{self.name} has {expected} betas, not {len(self.betas)}; betas: null takes its defaults"
         if self.name == "came" and self.eps is not None:
             yield "eps is AdamW's; CAME's are fixed (1e-30 and 1e-16): write eps: null"
-        if self.decay_steps is not None and self.schedule != "wsd":
-            yield f"decay_steps belongs to schedule wsd, not {self.schedule}: write decay_steps: null"
-        if self.final_lr and self.schedule == "constant":
-            yield "final_lr needs a schedule that falls: linear, cosine or wsd"
 
 
 class EmaConfig(_Section):
@@ -683,11 +676,7 @@ class ParallelConfig(_Section):
     tp_size: Positive = 1
     """Processes that share each matrix (tensor parallelism)."""
     pp_size: Positive = 1
-    """Groups of processes with consecutive blocks each (pipeline parallelism)."""
-    pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b"
-    """Order of microbatches in a pipeline (see pipeline/parallel/pipeline_parallel.py)."""
-    pp_stages_per_rank: Positive | None = None
-    """Pipeline stages of each group; null: 1 for 1f1b and gpipe, 2 for interleaved_1f1b, which needs several."""
+    """Groups of processes with consecutive blocks each (pipeline parallelism, 1F1B)."""
     reshard_after_forward: bool | None = None
     """Free a block's gathered parameters before the backward pass and after each microbatch: less memory, more gathers.
     null: yes where several processes share the parameters or `offload` is set, and no with a pipeline (it would gather
@@ -721,25 +710,12 @@ class ParallelConfig(_Section):
             yield "only one of dp_replicate and dp_shard can be -1 (what remains)"
         if self.reduce_each_microbatch and self.pp_size > 1:
             yield "reduce_each_microbatch does not go with pp_size > 1: a pipeline reduces once a step"
-        stages, one_stage = self.pp_stages_per_rank, self.pp_schedule in ("1f1b", "gpipe")
-        if one_stage and stages is not None and stages > 1:
-            yield (
-                f"pp_schedule {self.pp_schedule} has one stage per process, pp_stages_per_rank is {stages}: "
-                "interleaved_1f1b takes several"
-            )
-        if not one_stage and stages == 1:
-            yield f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1"
 
     def reshards(self, shards: int) -> bool:
         """`reshard_after_forward`, null resolved. `shards`: processes that share the parameters of a replica."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return self.pp_size == 1 and (shards > 1 or self.offload == "all")
-
-    @property
-    def stages_per_rank(self) -> int:
-        """`pp_stages_per_rank`, null resolved."""
-        return self.pp_stages_per_rank or (1 if self.pp_schedule in ("1f1b", "gpipe") else 2)
 
 
 class ValidationConfig(_Section):

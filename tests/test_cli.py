@@ -235,7 +235,7 @@ def test_help_ends_with_examples_that_are_accepted(
         (["tra"], {"train"}),
         (["snapshots", "di"], {"diff"}),
         (["train", "--quar"], {"--quarantine"}),
-        (["train", "--config", "sana_6"], {"sana_600m_512"}),
+        (["train", "--config", "sana_6"], {"sana_600m_512", "sana_600m_512_scratch"}),
         (["train", "--set", "train.optim.b"], {"train.optim.betas="}),
         (["config", "train.opt"], {"train.optim", *(f"train.optim.{name}" for name in OptimConfig.model_fields)}),
     ],

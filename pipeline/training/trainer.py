@@ -102,7 +102,7 @@ def fit(
             log(f"{done} steps are done, train.steps is {train.steps}; after the last follow: {', '.join(lacking)}")
         broadcast_from_rank_0(task.accepted)
         run = build(context, mesh, trainable, resumed)
-        for line in optimizers.advice(train.optim, task.batch, train.steps):
+        for line in optimizers.advice(train.optim, train.steps):
             log(f"note: {line}")
         journal = run_on_all(lambda: _open_run_directory(run, expected, progress) if launch.is_main else None)
         with closing(journal) if journal is not None else nullcontext():
@@ -229,7 +229,7 @@ class Loop:
 
     def _learning_rate(self, step: int) -> float:
         train = self.train
-        return optimizers.learning_rate(train.optim, self.context.task.batch, step - 1, train.steps, train.recipe)
+        return optimizers.learning_rate(train.optim, step - 1, train.steps, train.recipe)
 
     def _seed(self, step: int) -> None:
         seed = generator_seed(self.context.task.first_state, step, self.part)
