@@ -25,7 +25,6 @@ from pipeline.cache.disk import Handle
 from pipeline.cache.files import Files
 from pipeline.cache.shard import BLOCK, ShardReader, npy_header
 from pipeline.cache.snapshot import Bucket, Columns, Head, PackedOrder, Policies, Snapshot, TextPlace
-from pipeline.config import BucketConfig
 from pipeline.encoding import estimate, plan
 from pipeline.errors import CacheError
 from pipeline.loader.loader import Loader, LoaderSettings
@@ -226,7 +225,7 @@ class Imagined:
     latent: LatentRecipe
     text: TextRecipe
     blocks: tuple[int, ...] = ()
-    window: int = BucketConfig().pack_window
+    window: int = packing.WINDOW
 
     def packed(self, mib: int) -> Imagined:
         """The same samples packed into shards of `mib` MiB, by the packer's rule on 2^12 samples of each bucket."""

@@ -938,7 +938,7 @@ def inspect(config: Config, run: str | None, snapshot: str | None, as_json: bool
 @click.argument("sample_name", metavar="ID")
 @_newest
 @click.option("--out", metavar="FILE", help="Also write an HTML page with the picture, its crop and the latent.")
-@click.option("--near", is_flag=True, help="Also name the samples that look like it (bucket.dedup_distance).")
+@click.option("--near", is_flag=True, help="Also name the samples that look like it.")
 @_json
 def view(config: Config, sample_name: str, snapshot: str | None, out: str | None, near: bool, as_json: bool) -> Any:
     """Print one sample: picture, crop, latent, captions, tokens kept, and where its bytes lie.

@@ -434,19 +434,6 @@ class SourceConfig(_Section):
             yield "weight must have at most three decimals"
 
 
-class BalanceConfig(_Section):
-    """Fewer visits for what a data set has much of, more for what is rare: samples are grouped by what they show or
-    say, and samples of large groups are visited less. Every record of that kind is read once."""
-
-    by: Literal["picture", "text"] = "picture"
-    """picture: by the latents. text: by the text of the first caption."""
-    strength: Share = 0.5
-    """0: as the data are. 1: every group has as many visits, as far as an eighth of a visit to eight visits of a sample
-    an epoch allow."""
-    clusters: Positive = 32
-    """Groups at most."""
-
-
 class BucketConfig(_Section):
     """Which samples are used, and how they form batches."""
 
@@ -455,18 +442,11 @@ class BucketConfig(_Section):
     tokens: Positive | None = None
     """Limit on latent tokens of a step, in place of `batch`: large buckets get smaller batches, rounded down to a
     multiple of `batch_multiple`."""
-    batches: dict[str, Positive] = {}
-    """Batches of single buckets as height x width, such as `{"512x2048": 24}`; they override `batch` and `tokens`."""
     batch_multiple: Positive = 1
     """Every batch is a multiple of this number. Choose one that all your numbers of GPUs divide."""
     remainder: Literal["carry", "drop"] = "carry"
     """Samples that do not fill the last batch of an epoch. carry: use them in the next epoch. drop: skip them in this
     epoch (others in the next one), and skip buckets smaller than a batch."""
-    order: Literal["random", "largest_first"] = "random"
-    """largest_first: start the first epoch with one batch of each bucket, the largest pictures first, so that running
-    out of memory shows at once."""
-    pad_text_multiple: Positive = 16
-    """Captions of a batch are padded to a multiple of this many tokens."""
     caches: list[Place] = []
     """Other caches (folders or URLs) whose sources are used, too. The shards that are needed are linked or copied."""
     sources: dict[str, SourceConfig] = {}
@@ -478,15 +458,16 @@ class BucketConfig(_Section):
     """image: of pictures with equal bytes use one, from the source listed first in `sources`, then by name of source
     and item. near: of pictures that look the same (resized, compressed again, cropped to the middle, mirrored) use the
     one with the most pixels, then with the longest caption; it needs `encode.signals: [phash]`."""
-    dedup_distance: Annotated[int, Field(ge=0, le=23)] = 17
-    """Bits of 128 in which the hashes of near pictures may differ. Fewer: surer copies, and a faster search."""
     dedup_captions: Literal["drop", "keep"] = "drop"
     """keep: the captions of pictures that `dedup` leaves out become further captions of the one that stays."""
     dedup_keep: list[str] = []
     """Pictures that `dedup` does not leave out, by `ITEM` or `SOURCE: ITEM` as `bucket` lists them: other pictures that
     look the same."""
-    balance: BalanceConfig | None = None
-    """null: every sample counts the same."""
+    balance: Share | None = None
+    """Fewer visits for what a data set has much of, more for what is rare: samples are grouped by their latents, and
+    those of large groups are visited less. 0.5: by the root of a group's size; 1: every group equally often, as far as
+    an eighth of a visit to eight visits of a sample an epoch allow; null: every sample counts the same. Every latent is
+    read once."""
     heldout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the pictures, chosen by their digest, that goes into a second snapshot, NAME.heldout. In a cache with
     hashes (`encode.signals: [phash]`) pictures that look the same stay on one side."""
@@ -499,10 +480,7 @@ class BucketConfig(_Section):
     """Use Sana's table at each of these, for a cache that was encoded at several `data.resolution`; []: at
     `data.resolution`."""
     pack_mib: Positive = 64
-    """`--pack`: size of a shard in MiB."""
-    pack_window: Positive = 4
-    """`--pack`: shards of a bucket that training shuffles together (see pipeline/loader/schedule.py). The mirror needs
-    room for four times as many."""
+    """`--pack`: size of a shard in MiB. The mirror needs room for sixteen of each bucket."""
 
 
 class MirrorConfig(_Section):

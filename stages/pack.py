@@ -75,7 +75,7 @@ def run(
     report: dict[str, Any] = {"packed_from": source.id, "shards": len(plan.units), "made": made, "left": left}
     packed = None
     if {unit.unit for unit in plan.units} <= index.committed(cache.files, plan.recipe, plan.number):
-        head = packing.assembled(cache, source, plan, config.bucket.pack_window)
+        head = packing.assembled(cache, source, plan)
         packed = cache.add_snapshot(head, name, latest=latest, move=move)
         if (part := heldout.find(cache, source)) is not None:
             cache.point(f"{name}.heldout", part, move=move)

@@ -344,7 +344,7 @@ def test_gc_spares_what_was_trained_on(filled: tuple[Config, Path], tmp_path: Pa
     trained = cache.open_snapshot().id
     cache.keep(trained)
     cache.keep(trained)
-    other = config.model_copy(update={"bucket": config.bucket.model_copy(update={"pad_text_multiple": 3})})
+    other = config.model_copy(update={"bucket": config.bucket.model_copy(update={"batch": 6})})
     assert stages.bucket.run(other) != trained
     stages.gc.run(config, yes=True, older_than_hours=0)
     assert cache.open_snapshot(trained).id == trained

@@ -1,4 +1,4 @@
-"""What `sana-pipe init` changes in a shipped configuration, for some pictures and a machine, each with its reason.
+"""The changes that `sana-pipe init` makes to a shipped configuration, for some pictures and a machine, with reasons.
 
 The file is chosen by purpose and resolution. Its values and their reasons stand in it; here is what depends on the
 pictures (their number, size, captions) and on memory. `edited` puts it into the text of the file.
@@ -172,7 +172,7 @@ class Choice:
 
 @dataclass
 class Recommendation:
-    """What to write: `choices` differ from the shipped configuration `base`.
+    """A shipped configuration, `base`, and the `choices` that differ from it.
 
     Attributes:
         trained: pictures that are trained on. prompts: lines to draw while it trains.
@@ -205,13 +205,13 @@ class Recommendation:
             self.choices.append(Choice(option, value, why))
 
     def value(self, option: str) -> Any:
-        """What the written file says of an option."""
+        """Return what the written file says of an option."""
         chosen = [choice.value for choice in self.choices if choice.option == option]
         return chosen[-1] if chosen else value_at(self._tree, option)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the models are of another file than the values."""
+        """Tell whether the models are of another file than the values."""
         return bool(value_at(self._tree, "data.resolution") != self.resolution)
 
     def text(self) -> str:
