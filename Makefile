@@ -123,6 +123,7 @@ gpu: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.docstrings
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

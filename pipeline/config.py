@@ -130,7 +130,7 @@ class _Section(BaseModel):
 
     @classmethod
     def from_word(cls, word: str) -> Any:
-        """What a word in place of the section stands for (`storage: int8`); most sections have no such form."""
+        """Return what a word in place of the section stands for (`storage: int8`); most sections have no such form."""
         return word
 
     @model_validator(mode="after")
@@ -243,8 +243,8 @@ WAYS = ("suffix", "folder", "column", "made")
 
 
 class FurtherConfig(_Section):
-    """Where a further picture of each sample is: `suffix`, `folder`, `column` or `made`, one of them. It is cropped and
-    resized as the sample's picture, so it must show the same area; its size in pixels may differ."""
+    """The place of a further picture of each sample: `suffix`, `folder`, `column` or `made`, one of them. It is cropped
+    and resized as the sample's picture, so it must show the same area; its size in pixels may differ."""
 
     suffix: str | None = None
     """What its name has more than that of the picture: `.control` for `x.control.png` (in a tar, too) beside `x.jpg`,
@@ -259,7 +259,7 @@ class FurtherConfig(_Section):
 
     @property
     def ways(self) -> list[str]:
-        """Which of the four is given; none: the source remembers it."""
+        """Return which of the four is given; none: the source remembers it."""
         return [name for name in WAYS if getattr(self, name, None)]
 
     @model_validator(mode="after")
@@ -363,7 +363,7 @@ class DataConfig(_Section):
 
 @dataclass(frozen=True)
 class DataGiven:
-    """What gives the values of the section `data`, and of `encode.signals`, which is called `signals` here.
+    """The origin of the values of the section `data`, and of `encode.signals`, which is called `signals` here.
 
     Attributes:
         file: the section as the configuration file has it, with defaults; None: unknown.
@@ -380,7 +380,7 @@ class DataGiven:
 
 
 class StorageConfig(_Section):
-    """How values are stored; part of the recipe. `storage: int8` sets both kinds.
+    """The form in which values are stored; part of the recipe. `storage: int8` sets both kinds.
 
     bf16: as they are. bf16-zstd: the same bits in 0.7 of the bytes; reading costs CPU time. int8: half the bytes, an
     error below one per cent (`encode` prints it)."""
@@ -396,7 +396,7 @@ class StorageConfig(_Section):
 
 
 class EncodeConfig(_Section):
-    """How pictures and captions are encoded. Only `storage` is part of the recipe. Batch sizes are part of the plan, so
+    """The encoding of pictures and captions. Only `storage` is part of the recipe. Batch sizes are part of the plan, so
     a unit's bytes do not depend on the process that encodes it."""
 
     storage: StorageConfig = StorageConfig()
@@ -421,7 +421,7 @@ class EncodeConfig(_Section):
 
 
 class SourceConfig(_Section):
-    """What `bucket` takes from one source."""
+    """The samples that `bucket` takes from a source."""
 
     weight: Annotated[float, Field(ge=0)] = 1.0
     """Visits of each sample per epoch, with at most three decimals. 0.25: every fourth epoch. 2: twice an epoch. 0: the
@@ -439,7 +439,7 @@ class SourceConfig(_Section):
 
 
 class BucketConfig(_Section):
-    """Which samples are used, and how they form batches."""
+    """The samples that are used, and the batches that they form."""
 
     batch: Positive = 64
     """Global batch of an optimizer step, whatever the number of GPUs."""
@@ -644,8 +644,8 @@ class MaskConfig(_Section):
 
 
 class ParallelConfig(_Section):
-    """How the model is parallelized. dp_replicate, dp_shard, tp_size and pp_size multiply to the processes of the
-    launch."""
+    """The way in which the model is parallelized. dp_replicate, dp_shard, tp_size and pp_size multiply to the processes
+    of the launch."""
 
     sizes: Literal["given", "auto"] = "given"
     """given: those below. auto (`parallel: auto` for short): a run chooses dp_replicate, dp_shard, tp_size, pp_size and
@@ -962,7 +962,7 @@ class Config(_Section):
         return self.model_copy(update={"train": self.train.model_copy(update=changes)})
 
     def bears(self, precision: str) -> bool:
-        """Whether the weights to begin from work in this value of `train.precision`, as far as is known."""
+        """Return whether the weights to begin from work in this value of `train.precision`, as far as is known."""
         return self.model.weights is None or self.model.weights.bears(precision)
 
     def _conflicts(self) -> Iterator[str]:
@@ -1001,7 +1001,7 @@ command, so it may hold any option; `--set` takes what the command reads."""
 
 
 def reads(command: str, option: str) -> bool:
-    """Whether a command reads an option (`train.optim.lr`)."""
+    """Return whether a command reads an option (`train.optim.lr`)."""
     return any(within(option, name) for name in READS.get(command, _CACHE))
 
 
@@ -1056,7 +1056,7 @@ class Given:
     overridden: tuple[str, ...] = ()
 
     def given_by(self, option: str) -> str:
-        """What gives an option its value: `--set`, the file (`shipped NAME` if it came with the package), or
+        """Name what gives an option its value: `--set`, the file (`shipped NAME` if it came with the package), or
         `default`."""
         if any(within(option, name) or within(name, option) for name in self.overridden):
             return "--set"
@@ -1086,7 +1086,7 @@ def load(
 
 
 def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list[str] = ()) -> tuple[Config, Given]:
-    """As `load`, and where the values come from."""
+    """Load as `load` does, and say where the values come from."""
     source = find(path)
     tree = read_tree(source)
     data_given = _data_given(tree, is_chosen=path is not None or source.parent != SHIPPED)
@@ -1251,7 +1251,7 @@ _LISTED = 12
 
 
 def _similar(name: str, valid: list[str]) -> list[str]:
-    """At most three: the same name in other sections, else names that are spelt alike."""
+    """List at most three: the same name in other sections, else names that are spelt alike."""
     last = name.rpartition(".")[2]
     same = [other for other in valid if other.rpartition(".")[2] == last and "NAME" not in other]
     return same[:3] or difflib.get_close_matches(name, valid, n=3, cutoff=0.75)
@@ -1298,7 +1298,7 @@ def _explain(error: ValidationError, tree: dict[str, Any], source: Path, overrid
 
 
 def _problem(item: Any, location: tuple[int | str, ...], override: str | None) -> str:
-    """What an option takes, and what was found. Our validators (`value_error`) say it themselves.
+    """Say what an option takes, and what was found. Our validators (`value_error`) say it themselves.
 
     Args:
         override: the text of the `--set` that gave the value.

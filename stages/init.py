@@ -56,7 +56,7 @@ _OUT = "--out FILE in a folder that you may write to"
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for. purpose, trigger: see `recommend`. gpu, gpu_memory, gpus: of another machine;
+    """The options of the command line. purpose, trigger: see `recommend`. gpu, gpu_memory, gpus: of another machine;
     None: this one. force: replace the files. overrides: `a.b=c`, written into the file."""
 
     purpose: str | None = None
@@ -220,7 +220,7 @@ def _subject(looked: Sequence[_Looked], trigger: str | None) -> list[_Looked]:
 
 
 def _regularisation(each: _Looked, config: Config, options: Options) -> list[str]:
-    """How a source of regularisation pictures is encoded: without the trigger word."""
+    """Say how a source of regularisation pictures is encoded: without the trigger word."""
     trigger = config.data.caption_prefix or config.data.caption or ""
     what = f"source {each.source.name!r} is called like regularisation pictures: encode gives it no trigger word"
     if each.taken.captioned == each.taken.usable:
@@ -257,7 +257,7 @@ def _add_reading(made: Recommendation, looked: Sequence[_Looked], data: Sequence
 
 
 def _taken(each: _Looked, config: Config) -> list[str]:
-    """What a source was taken for, with captions as the file makes them."""
+    """Say what a source was taken for, with captions as the file makes them."""
     return each.taken.lines(config.data, config.text.recipe)
 
 
@@ -285,7 +285,7 @@ def _facts(config: Config, looked: Sequence[_Looked], machine: Machine | None, g
 
 
 def _held_out(config: Config, looked: Sequence[_Looked]) -> int:
-    """How many of a few pictures the share of `recommend.HELDOUT` holds out: their digests decide."""
+    """Count how many of a few pictures the share of `recommend.HELDOUT` holds out: their digests decide."""
     digests = [
         digest
         for each in looked
@@ -381,7 +381,7 @@ def _check_usable(looked: Sequence[_Looked]) -> None:
 
 
 def _sources(looked: Sequence[_Looked]) -> list[str]:
-    """What each source holds, and why items of it cannot be used."""
+    """Say what each source holds, and why items of it cannot be used."""
     lines = []
     for each in looked:
         rejected = each.rejected
@@ -447,7 +447,7 @@ def _config(options: Options) -> list[str]:
 
 
 def _next(options: Options, data: Sequence[str], machine: Machine | None) -> list[str]:
-    """Where the file is, and the command that uses it."""
+    """Say where the file is, and the command that uses it."""
     config = _config(options)
     lines = [f"written: {options.out}"]
     if machine is not None and machine.nodes > 1:

@@ -104,8 +104,8 @@ def _summarize(last: Path, snapshot: Snapshot, log: Log) -> None:
 
 
 def _for_the_smallest(config: Config, launch: Launch, machine: Machine, function: Callable[[Machine], T]) -> T:
-    """What the first process chooses for the smallest memory of all devices, on every process. It chooses between two
-    process groups, since a prediction opens one that sends nothing."""
+    """Return what the first process chooses for the smallest memory of all devices, on every process. It chooses
+    between two process groups, since a prediction opens one that sends nothing."""
     opened, chosen = partial(open_mesh, launch, ParallelConfig(), torch.device("cpu")), Future[T]()
     patience_s = max(_PREDICTION_S, config.patience_s)
     with opened(patience_s=patience_s):
@@ -202,7 +202,7 @@ def _start(config: Config, cache: Cache, call: _Call, snapshot: str | None) -> t
 
 
 def _newer(config: Config, cache: Cache, opened: Snapshot, snapshot: str | None) -> list[str]:
-    """What to print when a resumed run could train on another snapshot."""
+    """Return what to print when a resumed run could train on another snapshot."""
     other = cache.snapshot_of("latest")
     if other in (None, opened.id) or snapshot is not None:
         return []

@@ -94,7 +94,7 @@ def fix_of_head(name: str) -> str:
 
 
 def fix_of_snapshot(cache: Cache, snapshot: str, name: str | None) -> str:
-    """What to do about a snapshot that lacks files.
+    """Say what to do about a snapshot that lacks files.
 
     Args:
         name: points to it; None: no name does.

@@ -279,7 +279,7 @@ class ObjectStore:
 
 
 def _modified(info: dict[str, Any]) -> float:
-    """When an object was written, in seconds since 1970."""
+    """Return when an object was written, in seconds since 1970."""
     when = next((info[key] for key in CHANGE_TIMES if info.get(key)), None)
     if when is None:
         return time.time()  # unknown: never old

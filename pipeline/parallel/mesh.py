@@ -93,7 +93,7 @@ def check_sizes(parallel: ParallelConfig, world: int) -> Layout:
 
 
 def wait(patience_s: float) -> timedelta:
-    """How long a process waits for another one, which may wait for storage itself."""
+    """Return how long a process waits for another one, which may wait for storage itself."""
     return timedelta(seconds=patience_s + WAIT_S)
 
 

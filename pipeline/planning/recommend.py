@@ -131,7 +131,7 @@ DRAWN = 8
 
 @dataclass(frozen=True)
 class Facts:
-    """What is there.
+    """The facts about pictures and machine.
 
     Attributes:
         heights, widths: (n,) int64, pixels of the usable pictures whose size is known.
@@ -288,7 +288,7 @@ def _resolution(facts: Facts) -> tuple[int, int]:
 
 
 def _enlarged(facts: Facts, resolution: int, limit: float) -> int:
-    """How many pictures must be enlarged by more than `limit` to cover their bucket of Sana's table."""
+    """Count the pictures that must be enlarged by more than `limit` to cover their bucket of Sana's table."""
     if not len(facts.heights):
         return 0
     shapes = np.array(buckets.SANA_UNITS, np.int64) * resolution // buckets.UNITS_PER_SIDE
@@ -393,7 +393,7 @@ def _data(made: Recommendation, facts: Facts, trigger: str | None, left_out: int
 
 
 def _contain(facts: Facts, trigger: str) -> bool:
-    """Whether most captions have the word already."""
+    """Return whether most captions have the word already."""
     return 2 * sum(has_words(text, trigger) for text in facts.captions) > len(facts.captions)
 
 
@@ -406,7 +406,8 @@ def _place(facts: Facts, trigger: str) -> int | None:
 
 
 def is_tags(caption: str) -> bool:
-    """Whether a caption is a list of tags: four or more parts between commas, of two words or fewer on average."""
+    """Return whether a caption is a list of tags: four or more parts between commas, of two words or fewer on
+    average."""
     parts = [part.split() for part in caption.split(",") if part.strip()]
     return len(parts) >= 4 and sum(map(len, parts)) <= 2 * len(parts)
 

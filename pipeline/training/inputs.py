@@ -144,7 +144,7 @@ def _hold_out(snapshot: Snapshot) -> str:
 
 
 def _old_heldout(cache: Cache, part: Snapshot | None, resumed: checkpoint.Resumed | None, log: Log) -> Snapshot | None:
-    """What the run that this one began from was validated on, if that is another snapshot."""
+    """Return what the run that this one began from was validated on, if that is another snapshot."""
     then = None if resumed is None else (resumed.began_from or {}).get("heldout")
     if part is None or then is None:
         return None

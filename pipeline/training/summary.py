@@ -1,4 +1,5 @@
-"""What a finished run has learned: `summary.json` in its directory, and a table of it and the runs that it began from.
+"""Summarize what a finished run has learned: `summary.json` in its directory, and a table of it and the runs that it
+began from.
 
 Price: the journal is read once more when a run ends.
 """
