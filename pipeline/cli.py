@@ -746,7 +746,7 @@ def export(config: Config, checkpoint: str, out: str, **options: Any) -> Any:
 @_configured
 @_weights
 @click.option("--snapshot", metavar="NAME|ID", help="The snapshot of the captions. Default: the newest of the cache.")
-@click.option("--count", type=click.IntRange(min=1), help="How many captions. Default: sample.count.")
+@click.option("--count", type=click.IntRange(min=1), help="How many captions. Default: 8.")
 @click.option(
     "--out",
     metavar="DIR",

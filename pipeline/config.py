@@ -810,8 +810,6 @@ class TrainConfig(_Section):
     """Newest checkpoints that are kept; with `validation` also the one with the lowest held-out loss."""
     keep_every: Positive | None = None
     """Keep the checkpoint of every this many steps for ever; a multiple of `save_every`; null: none."""
-    async_save: bool = True
-    """Write checkpoints while training goes on; takes host memory of the size of a process's share."""
     trackers: list[Tracker] = ["tensorboard"]
     """Where metrics go beside `metrics.jsonl`, by accelerate's names."""
     compile: Literal["auto", "none", "block"] = "auto"
@@ -920,8 +918,6 @@ class SampleConfig(_Section):
     """Sampling steps."""
     guidance: Annotated[float, Field(ge=0)] = 4.5
     """Scale of classifier-free guidance."""
-    count: Positive = 8
-    """Captions to draw."""
     seed: NotNegative = 0
     """Seed of the start noise."""
 

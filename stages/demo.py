@@ -81,7 +81,7 @@ RUNS = "runs/tiny"
 _LAST = ["--checkpoint", f"{RUNS}/round2"]
 _RESULTS = (
     ["export", *_LAST, "--out", "export", "--overwrite"],
-    ["sample", *_LAST, "--out", "samples"],
+    ["sample", *_LAST, "--out", "samples", "--count", "12"],
     ["report", "--out", "report.html", "--gallery", "4"],
 )
 

@@ -50,6 +50,8 @@ FOLDER = Path("samples")
 """Of the pictures, unless another is given."""
 SHEET = "contact_sheet.png"
 TABLE = "samples.jsonl"
+CAPTIONS = 8
+"""Captions of a snapshot that are drawn unless `--count` says otherwise."""
 _FIX = "--snapshot or --config with this model's encoders"
 CONTROL, RECONSTRUCTION, BASE, DRAWN = "control", "reconstruction", "base", "drawn"
 T = TypeVar("T")
@@ -82,7 +84,7 @@ def run(
         snapshot: a name or an id; None is the newest.
         out: folder of the pictures; an earlier drawing in it is replaced. None: `samples`, or if that holds another
             drawing `samples-2`, and so on.
-        count: number of captions, taken evenly from the snapshot (None: `sample.count`).
+        count: number of captions, taken evenly from the snapshot (None: `CAPTIONS`).
         ema: use the EMA weights instead of the last weights.
         scale: of an adapter's change (None: 1).
         base: also draw with the weights before the training, one model after the other.
@@ -102,8 +104,8 @@ def run(
     architecture, columns = stored.architecture, _columns(config, stored, scale, base)
     channels, text_width = opened.recipe(LatentRecipe).channels, opened.recipe(TextRecipe).width
     architecture.check_widths(f"snapshot {opened.id[:12]}", _FIX, channels=channels, text_width=text_width)
-    wanted = min(count or config.sample.count, len(opened))
-    if wanted < (count or config.sample.count):
+    wanted = min(count or CAPTIONS, len(opened))
+    if wanted < (count or CAPTIONS):
         _log(f"the snapshot has {wanted} samples: drawing {wanted} pictures")
     _log(f"drawing {wanted} pictures with {stored} for captions of snapshot {opened.id[:12]}")
     chosen, device = spread(len(opened), wanted), _device(config)
@@ -325,7 +327,7 @@ def run_prompts(
 def watch(config: Config, run: Path, *, once: bool = False) -> int:
     """Decode the latents that a training draws, and give the pictures to `train.trackers`; see
     `run_pictures.Watcher.watch`."""
-    set_tf32(False)
+    set_tf32(config.train.tf32)
     trackers = PictureTrackers(config.train.trackers, _log)
     device = beside_training(config.encode.device, run)
     try:
@@ -371,7 +373,7 @@ def decode(config: Config, latents: Path, out: Path) -> int:
 
     with open_tensors(latents) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
-    set_tf32(False)
+    set_tf32(config.train.tf32)
     decoder = LatentDecoder.load(config.vae, resolve_device(config.encode.device, option="encode.device"))
     with writing(out, "check the rights, or give another --out"):
         out.mkdir(parents=True, exist_ok=True)

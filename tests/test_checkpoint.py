@@ -58,7 +58,9 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread is held until two more steps are done; what it then writes is what a waiting save writes."""
-    train(tiny_run.config(tmp_path / "waited", steps=3, async_save=False))
+    with monkeypatch.context() as waiting:
+        waiting.setattr(checkpoint, "IN_BACKGROUND", False)
+        train(tiny_run.config(tmp_path / "waited", steps=3))
     save, go, writers = dcp.save, threading.Event(), []
 
     def blocked(*args: Any, **options: Any) -> Any:
@@ -121,7 +123,8 @@ def test_a_save_that_fails_stops_the_run_at_the_next_step(
         return None
 
     monkeypatch.setattr(FileSystemWriter, "write_data", full)
-    settings = tiny_run.config(tmp_path / "run", steps=50, save_every=2, async_save=aside)
+    monkeypatch.setattr(checkpoint, "IN_BACKGROUND", aside)
+    settings = tiny_run.config(tmp_path / "run", steps=50, save_every=2)
     with pytest.raises(NoSpaceError, match=r"(?s)step-00000004\.\w+\.tmp.*--resume auto"):
         train(settings, touch=touch)
     assert metrics.read(tmp_path / "run/metrics.jsonl")[-1]["step"] == (5 if aside else 4)
@@ -442,7 +445,7 @@ def looked_at(run: Path, losses: dict[int, dict[str, Any]]) -> None:
     ],
 )
 def test_the_checkpoints_with_the_lowest_heldout_loss_are_never_removed(
-    losses: dict[int, dict[str, Any]], older: list[int], tmp_path: Path
+    losses: dict[int, dict[str, Any]], older: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
 
@@ -451,7 +454,8 @@ def test_the_checkpoints_with_the_lowest_heldout_loss_are_never_removed(
             looked_at(run, losses)
         return None
 
-    train(tiny_run.config(run, steps=6, save_every=1, keep_checkpoints=2, async_save=False), touch=touch)
+    monkeypatch.setattr(checkpoint, "IN_BACKGROUND", False)
+    train(tiny_run.config(run, steps=6, save_every=1, keep_checkpoints=2), touch=touch)
     assert names(run) == [f"step-{step:08d}" for step in (*older, 5, 6)]
 
 
@@ -460,7 +464,8 @@ def test_nothing_is_removed_while_the_losses_cannot_be_read(tmp_path: Path, monk
         raise UserError("metrics.jsonl: cannot be read")
 
     monkeypatch.setattr(checkpoint.heldout, "read_events", broken)
-    train(tiny_run.config(tmp_path / "run", steps=4, save_every=1, keep_checkpoints=1, async_save=False))
+    monkeypatch.setattr(checkpoint, "IN_BACKGROUND", False)
+    train(tiny_run.config(tmp_path / "run", steps=4, save_every=1, keep_checkpoints=1))
     assert len(names(tmp_path / "run")) == 4
 
 

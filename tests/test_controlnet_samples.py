@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 MakeConfig = Callable[..., Config]
 OPTIONS = (
     "data.pictures.control.suffix=.control",
-    *("train.controlnet.layers=1", "train.steps=2", "train.optim.lr=0.01", "sample.steps=3", "sample.count=2"),
+    *("train.controlnet.layers=1", "train.steps=2", "train.optim.lr=0.01", "sample.steps=3"),
 )
 DRAWING = (
     *("bucket.heldout=0.5", "train.validation={every: 2}", "train.pictures={every: 2, decode: false}"),
@@ -92,9 +92,9 @@ def test_captions_are_drawn_with_the_controls_of_their_samples(
     trained: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = configured(make_config, trained)
-    result = stages.sample.run(config, "auto", None, tmp_path / "drawn")
+    result = stages.sample.run(config, "auto", None, tmp_path / "drawn", 2)
     assert result.count == len(rows(tmp_path / "drawn")) == 2 and result.sheet.is_file()
-    stages.sample.run(config, "auto", None, tmp_path / "off", scale=0.0)
+    stages.sample.run(config, "auto", None, tmp_path / "off", 2, scale=0.0)
     controlled, base, off = (
         pixels(tmp_path / name) for name in ("drawn/0000.png", "drawn/0000-base.png", "off/0000.png")
     )

@@ -306,8 +306,9 @@ def test_a_run_that_was_taken_over_publishes_and_removes_nothing(
     monkeypatch.setattr(dcp, "save", late)
     monkeypatch.setattr(checkpoint, "sync_path", synced)
     monkeypatch.setattr(disk, "sync_path", synced)
+    monkeypatch.setattr(checkpoint, "IN_BACKGROUND", False)
     with pytest.raises(lock.RunTaken):
-        train(run, steps=4, save_every=2, keep_checkpoints=1, async_save=False, touch=touch)
+        train(run, steps=4, save_every=2, keep_checkpoints=1, touch=touch)
     left = {name for name in names(run) if not name.startswith("step-00000004.")}
     [own] = [name for name in left if name.endswith(".removing")]
     left.remove(own)
@@ -351,6 +352,7 @@ def test_what_is_unfinished_has_the_token_of_its_attempt_in_its_name(
     def touch(step: int) -> None:
         tokens.append(json.loads((run / lock.NAME).read_text())["token"])
 
-    train(run, steps=2, save_every=1, keep_checkpoints=1, async_save=False, touch=touch)
+    monkeypatch.setattr(checkpoint, "IN_BACKGROUND", False)
+    train(run, steps=2, save_every=1, keep_checkpoints=1, touch=touch)
     assert {name.rpartition(".")[2] for name in unfinished} == {"tmp", "removing"}
     assert {name.split(".")[1] for name in unfinished} == {*tokens}

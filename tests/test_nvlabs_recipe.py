@@ -110,7 +110,7 @@ def settings_of(folder: Path, start: Path, optimizer: str, precision: str, **mor
         "betas": None,
         "eps": None,
     }
-    options = {"recipe": "nvlabs", "microbatch": 8, "save_every": STEPS, "async_save": False, **more}
+    options = {"recipe": "nvlabs", "microbatch": 8, "save_every": STEPS, **more}
     settings = tiny_run.config(folder, steps=STEPS, precision=precision, optim=optim, **options)
     return settings.model_copy(update={"model": ModelConfig(weights=StartWeights(id=str(start)))})
 

@@ -98,7 +98,7 @@ def test_interrupted_after_a_beginning_and_resumed_is_uninterrupted(first: Path,
     """Before the first checkpoint of the new run and after it; the origin need not be given again."""
 
     def settings(run: str) -> Config:
-        return tiny_run.config(tmp_path / run, steps=4, save_every=2, async_save=False, **EMA)
+        return tiny_run.config(tmp_path / run, steps=4, save_every=2, **EMA)
 
     def dies_at(number: int) -> Callable[[int], None]:
         def touch(step: int) -> None:

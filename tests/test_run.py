@@ -258,7 +258,7 @@ def begun(folder: Path, photos: Path, log: str) -> subprocess.Popen[bytes]:
 
 def prepared(folder: Path, make_config: Callable[..., Config]) -> Path:
     folder.mkdir()
-    quick = ["train.steps=30", "train.save_every=2", "train.log_every=1", "sample.count=2", "train.microbatch=4"]
+    quick = ["train.steps=30", "train.save_every=2", "train.log_every=1", "train.microbatch=4"]
     config = make_config(folder, *quick, "bucket.batch=4", "train.optim.warmup_steps=2", "train.pictures={every: 30}")
     (folder / "sana-pipe.yaml").write_text(dump(config))
     return folder

@@ -4,7 +4,7 @@
 renames the folder: DCP alone cannot tell a finished checkpoint from one that a kill left nearly right. Only tensors are
 stored, fp32 (bf16 for `bf16_pure`), as `model.PARAMETER`, `optim.state.PARAMETER.MOMENT`, `ema.PARAMETER`,
 `loss_scale.NUMBER`; settings come from the configuration that resumes, learning rate and seeds from the step.
-Price: with `train.async_save` a copy in host memory; files are read back once; all processes see one file system.
+Price: a copy in host memory; files are read back once; all processes see one file system.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ _FIX = f"check the disk and the rights, then {_AGAIN}"
 _REMOVE = "remove this folder, and --resume auto takes the checkpoint before it"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False)
 """Names that are not trained are in no checkpoint; that all others are there is checked by DCP."""
+IN_BACKGROUND = True
+"""Whether training goes on while a checkpoint is written."""
 _OF_TRAINING = ("dropout",)
 """Settings of an adapter that decide how it is trained, not what it is; they may change."""
 Sections = Mapping[str, Mapping[str, Tensor]]
@@ -151,7 +153,7 @@ class Saver:
         self._root, self._identity, self._config, self._log = root, identity, config, log
         self._lock, self._began_from = lock, began_from
         self._earlier_leftovers = leftovers(root)  # of earlier attempts: no later one begins during the lock
-        self._thread = thread_of_this_device("checkpoint") if config.train.async_save else None
+        self._thread = thread_of_this_device("checkpoint") if IN_BACKGROUND else None
         self._host_copy = HostCopy(log)
         # The thread's collectives must not mix with those of the training: a separate group.
         self._group = dist.new_group(backend="gloo", timeout=wait(config.patience_s)) if self._thread else None
@@ -165,7 +167,7 @@ class Saver:
     def save(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: LoaderState, more: Sections | None = None
     ) -> None:
-        """Publish a checkpoint and remove old ones; in the background, after a copy of all tensors, with `async_save`.
+        """Publish a checkpoint and remove old ones; in the background, after a copy of all tensors.
 
         Args:
             more: further tensors of the run: section -> name -> tensor, plain or sharded.

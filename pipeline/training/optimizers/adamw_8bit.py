@@ -3,7 +3,7 @@
 Why not torchao's class: it puts its tensors inside DTensors, which confuses the on-disk cache of compiled code; here
 its kernel gets this process's plain shards. Stochastic rounding is ours, since replicas of a shard must draw alike. The
 state dict has dequantised moments, as AdamW's: a run may switch between `adamw` and `adamw8bit`.
-Price: a save needs 8 bytes per parameter of this process in host memory (briefly 16 with `train.async_save`); values
+Price: a save needs 8 bytes per parameter of this process in host memory (briefly 16); values
 quantised again for another sharding lose up to half a code. On a GPU the kernel is compiled once per shape.
 """
 

@@ -253,13 +253,12 @@ def aside() -> None:
         return run(own, tiny_run.config(FOLDER / "aside run", steps=9, save_every=3, parallel=FSDP2), delay=0.05)
 
     launch("aside", 2, slowed)
-    launch(
-        "waited",
-        2,
-        lambda own: run(
-            own, tiny_run.config(FOLDER / "waited run", steps=9, save_every=3, parallel={**FSDP2}, async_save=False)
-        ),
-    )
+
+    def waited(own: Launch) -> str:
+        checkpoint.IN_BACKGROUND = False
+        return run(own, tiny_run.config(FOLDER / "waited run", steps=9, save_every=3, parallel=FSDP2))
+
+    launch("waited", 2, waited)
     files = [
         checkpoint.read_document(FOLDER / name / "checkpoints/step-00000006").files
         for name in ("aside run", "waited run")
