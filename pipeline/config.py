@@ -724,9 +724,6 @@ class PicturesConfig(_Section):
     """Steps between pictures; also before the first step and after the last one."""
     size: Sides | None = None
     """[height, width] in pixels; null: a square of `data.resolution`. With `controlnet` those of a bucket, null any."""
-    decode: bool = True
-    """When the run has ended, decode the pictures and write RUN/report.html, in a process of its own. false: later, by
-    `sample --watch` and `report`, where a node of a cluster would wait for it."""
 
 
 class TrainConfig(_Section):

@@ -108,7 +108,7 @@ def _decoding(config: Config, options: Sequence[str]) -> Iterator[None]:
     """Decode what a training draws while the block runs, on the CPU with the least priority, if pictures are drawn and
     twice the memory that this takes is free. The training decodes what is left when it has ended."""
     pictures = config.train.pictures
-    if pictures is None or not pictures.decode:
+    if pictures is None:
         yield
         return
     if free_memory() < 2 * (needed := _decoder_bytes(pictures, config.data.resolution)):

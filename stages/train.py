@@ -76,12 +76,11 @@ def run(
 
 def _decode_later(config: Config, launch: Launch, report: Report) -> None:
     """Let the first process of a finished run decode what was drawn once it has ended: then no process holds the
-    transformer."""
-    output = Path(config.train.output)
-    if report.stopped_by is None and report.checkpoint is not None and launch.is_main and run_pictures.files(output):
-        pictures = config.train.pictures
-        if pictures is not None and pictures.decode:
-            follow_with("finish", "--run", str(output), "--config", str(output / "config.yaml"))
+    transformer. Not with several nodes: the others would wait."""
+    output, one_node = Path(config.train.output), launch.world == launch.local_world
+    finished = report.stopped_by is None and report.checkpoint is not None
+    if finished and one_node and launch.is_main and config.train.pictures is not None and run_pictures.files(output):
+        follow_with("finish", "--run", str(output), "--config", str(output / "config.yaml"))
 
 
 @dataclass(frozen=True)

@@ -257,7 +257,7 @@ def test_words_are_those_of_yaml_1_2_in_files_and_in_set(tmp_path: Path, text: s
         ("train.steps=1e4", "integer above 0 | null"),
         ("train.steps=1:30", "integer above 0 | null"),
         ("train.microbatch=1e1", "integer above 0, or auto"),
-        ("train.async_save=yes", "true | false"),
+        ("train.tf32=yes", "true | false"),
         ("train.optim.betas=0.9", "[number at least 0 and at most 1, ...]"),
         ("train.precision=fp8", "fp32 | bf16 | fp16 | bf16_pure"),
         ("model.weights.runs_in=bf16", "[fp32 | bf16 | fp16, ...] | null"),

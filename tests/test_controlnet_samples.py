@@ -38,7 +38,7 @@ OPTIONS = (
     *("train.controlnet.layers=1", "train.steps=2", "train.optim.lr=0.01", "sample.steps=3"),
 )
 DRAWING = (
-    *("bucket.heldout=0.5", "train.validation={every: 2}", "train.pictures={every: 2, decode: false}"),
+    *("bucket.heldout=0.5", "train.validation={every: 2}", "train.pictures={every: 2}"),
     *("train.ema={decay: 0.1}", "train.optim.lr=0.05", "train.precision=fp32"),
 )
 
@@ -55,7 +55,7 @@ def trained(make_config: MakeConfig, made_once: Callable[..., Path]) -> Path:
                 pixels = draws.integers(0, 255, (64, 64, 3) if number < 8 else (48, 80, 3), np.uint8)
                 Image.fromarray(pixels).save(data / f"{number}{ending}.png")
             (data / f"{number}.txt").write_text(f"picture {number}")
-        config = configured(make_config, folder, "train.pictures={every: 2, decode: false}")
+        config = configured(make_config, folder, "train.pictures={every: 2}")
         stages.encode.run(config, str(data))
         stages.bucket.run(config)
         stages.train.run(config)

@@ -201,7 +201,7 @@ def test_a_watcher_that_fails_is_one_line_and_the_chain_goes_on(
     assert len(said.err.splitlines()) == 1 and started(said.out) == list(STAGES)
 
 
-@pytest.mark.parametrize("settings", [["train.pictures=null"], ["train.pictures={decode: false}"], []])
+@pytest.mark.parametrize("settings", [["train.pictures=null"], []])
 def test_nothing_is_watched_without_pictures_or_memory(
     settings: list[str], watched: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

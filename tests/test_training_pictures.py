@@ -509,7 +509,7 @@ def test_a_run_ends_with_its_pictures_and_its_page(small: Callable[..., Config],
     assert bool(list(output.glob("pictures/*/*.png"))) != lost
     assert (f"sample --watch {output} --once --config {output}/config.yaml" in done.stdout) == lost
     assert "Traceback" not in done.stderr
-    again = subprocess.run([*words, "--resume", "auto", "--set", "train.pictures.decode=false"], check=False)
+    again = subprocess.run([*words, "--resume", "auto"], check=False)
     assert again.returncode == 0
 
 
@@ -555,7 +555,9 @@ def test_the_page_follows_a_finished_run_alone(small: Callable[..., Config], mon
     def train(*changes: str) -> None:
         stages.train.run(small(*changes), resume="auto", log=lambda line: None)
 
-    train("train.pictures.decode=false")
+    with monkeypatch.context() as nodes:
+        nodes.setattr(stages.train, "reopening", lambda launch, patience_s: replace(launch, local_world=2))
+        train()
     train("train.steps=2", "train.pictures=null", f"train.output={output}-other")
     assert not followed
     with mock.patch.object(trainer, "fit"), mock.patch.object(stages.train, "fit") as fit:
