@@ -22,13 +22,15 @@ from pipeline.options import flat
 
 _READ = ("id", "start", "image_root", "caches", "cache")
 """The last parts of the options that name a file or a folder to read."""
+_DECODER = "vae.decoder"
+"""Another such option; `data.decoder` is a word."""
 
 
 def inputs(config: Config) -> Iterator[tuple[str, Path]]:
     """The files and folders on a disk that a configuration reads, with the option that names each; last the sources of
     its cache."""
     for name, value in flat(config.model_dump()):
-        if name.rpartition(".")[2] not in _READ:
+        if name != _DECODER and name.rpartition(".")[2] not in _READ:
             continue
         for place in value if isinstance(value, list) else [value]:
             if isinstance(place, str) and Path(place).exists():
@@ -58,7 +60,7 @@ def check(
     place, cache = out.resolve(), Path(config.cache).resolve()
     given = [(f"the source {source}", Path(source).resolve()) for source in sources if Path(source).exists()]
     for name, path in (*inputs(config), *given):
-        guarded = name.startswith("the source ") or name.endswith((".id", ".start"))
+        guarded = name.startswith("the source ") or name.endswith((".id", ".start", _DECODER))
         inside = guarded and path in place.parents and path not in cache.parents
         if place == path or inside or (whole and place in path.parents):
             relation = "is" if place == path else "lies in" if inside else "holds"

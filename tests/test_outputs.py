@@ -21,7 +21,7 @@ def configured(folder: Path, *settings: str) -> Config:
     [
         "model.weights={{id: {}}}",
         "vae.id={}",
-        "vae.decoder={{id: {}}}",
+        "vae.decoder={}",
         "text.id={}",
         "train.adapter={{start: {}}}",
         "train.controlnet={{start: {}}}",
