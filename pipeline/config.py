@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
@@ -302,11 +303,7 @@ class DataConfig(_Section):
     text file beside a picture."""
     caption_scores: dict[str, str] = {}
     """The score column of a caption column, such as `{long: clip}`: captions are then drawn by Sana's rule for CLIP
-    scores (see pipeline/sources/caption_columns.py)."""
-    score_threshold: Annotated[float, Field(ge=0)] = 25.0
-    """Sana's rule: captions with a lower score are not drawn; if all scores are lower, the best caption is."""
-    score_power: Annotated[float, Field(ge=0)] = 10.0
-    """Sana's rule: captions are drawn in proportion to score to this power."""
+    scores: in proportion to score^10, and none below 25, unless all are; then the best is."""
     caption: str | None = None
     """The caption of pictures without one. none: the empty caption. filename: the file's name without its ending.
     folder: the name of its folder (underscores become spaces in both; of kohya's `10_sks dog` it is `sks dog`). null:
@@ -314,8 +311,6 @@ class DataConfig(_Section):
     caption_prefix: str = ""
     """Text put before every caption, as written (with its spaces). Where a caption has `[trigger]`, the words of
     this text take its place, and nothing is put before it."""
-    caption_suffix: str = ""
-    """Text put after every caption, as written (with its spaces)."""
     caption_parts: Literal["auto", "captions", "tags"] = "auto"
     """What the lines of a text and the entries of a list are. captions: a caption each. tags: tags, which are joined
     with commas into one caption. auto: a text is one caption, with its line breaks; a list of tags is one caption, a
@@ -326,14 +321,6 @@ class DataConfig(_Section):
     """The column of a table that holds the picture or its file name; null: chosen by type and name."""
     image_root: Place | None = None
     """The folder that a table's file names are relative to; null: the table's folder."""
-    link_timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds that fetching one picture from a web server may take, where a table names pictures by URL."""
-    allow_links: Literal["none", "private", "stores", "all"] = "none"
-    """What the URLs of a table may reach besides public web servers: a table that others made can name what only you
-    reach. private: servers of this machine and of private networks. stores: objects of s3://, gs://, hf:// and az://,
-    read with your credentials. all: both."""
-    retry_links: bool = False
-    """Whether a scan tries links again that gave no picture in an earlier scan; `--rehash` fetches every link again."""
     pictures: FurtherPictures = FurtherPictures()
     """Further pictures of each sample."""
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
@@ -404,17 +391,6 @@ class StorageConfig(_Section):
         return {"latent": word, "text": word}
 
 
-class RayConfig(_Section):
-    """Resources of one unit as a Ray task (`--engine ray`)."""
-
-    cpus: Annotated[float, Field(ge=0)] = 1.0
-    """CPUs of a task."""
-    gpus: Annotated[float, Field(ge=0)] | None = None
-    """GPUs of a task; null: 1 if the cluster has GPUs and encode.device is not cpu, else 0."""
-    retries: NotNegative = 10
-    """Limit on nodes and processes lost while running one unit."""
-
-
 class EncodeConfig(_Section):
     """How encoding is divided into units and run. Only `storage` is part of the recipe. Batch sizes are part of the
     plan, so a unit's bytes do not depend on the process that encodes it."""
@@ -454,14 +430,6 @@ class EncodeConfig(_Section):
     """Seconds without a sign of life after which idle processes take over a worker's unit."""
     grace_s: Annotated[float, Field(ge=0)] = 20.0
     """Seconds that the current unit may take after SIGTERM, SIGUSR1 or SIGHUP; then it is dropped at its next batch."""
-    min_free_gib: Annotated[float, Field(ge=0)] = 1.0
-    """GiB that stay free on the cache's disk beside the next unit; below that, encoding pauses."""
-    low_disk_wait_s: Annotated[float, Field(ge=0)] = 3600.0
-    """Seconds to wait for disk space before encoding ends with an error; 0: do not wait."""
-    trackers: list[Tracker] = []
-    """Where metrics go beside the rows in the cache's `reports/`, by accelerate's names: one run for each process."""
-    ray: RayConfig = RayConfig()
-    """Resources of a Ray task."""
 
 
 class SourceConfig(_Section):
@@ -776,9 +744,6 @@ class ValidationConfig(_Section):
     """Steps between validations; also before the first step and after the last one."""
     samples: Positive = 512
     """Samples of all buckets together, each bucket in proportion to its size."""
-    old: str | None = None
-    """Samples that are in this snapshot, too, count as old, the others as new; their losses are shown apart. null: what
-    the run that this one begins from was validated on."""
 
 
 class PicturesConfig(_Section):
@@ -812,9 +777,6 @@ class TrainConfig(_Section):
     number of steps."""
     seed: NotNegative = 0
     """Seed of the order, noise, times, caption choice and caption drop."""
-    phase: NotNegative | None = None
-    """Number of this round of training: with the same seed, each has another order and other noise. null: 0, with
-    `--from` that of the last round plus 1; a resumed run keeps its number."""
     microbatch: Microbatch = _AUTO
     """Samples per process and forward pass; lower it if memory runs out. auto: on a GPU the fastest that is predicted
     to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU. A resumed run keeps its
@@ -987,37 +949,6 @@ class TrainConfig(_Section):
             )
 
 
-class PhaseConfig(_Section):
-    """A phase of training: a separate run that begins from the last checkpoint of the phase before. What it leaves
-    out is as in the rest of the configuration."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
-    """Its run directory is `train.output`/NAME."""
-    snapshot: str
-    """Name, id or beginning of the id of its snapshot. A phase that has begun keeps the snapshot it began with."""
-    steps: Positive | None = None
-    """`train.steps`."""
-    epochs: Positive | None = None
-    """`train.epochs`."""
-    set: dict[str, Any] = {}
-    """Any other option that `train` reads, such as `{train.optim.lr: 5.0e-5, data.resolution: 1024}`. Warm-up and
-    schedule begin anew in every phase."""
-
-    def by_field(self) -> dict[str, Any]:
-        """The options that its fields give."""
-        return {f"train.{key}": value for key, value in self if key in ("steps", "epochs") and value is not None}
-
-    def gives(self, option: str) -> bool:
-        """Whether an option has another value in this phase than in the rest of the configuration."""
-        given = {*self.by_field(), *self.set}
-        length = ("train.steps", "train.epochs")
-        return any(within(option, key) for key in given) or (option in length and not given.isdisjoint(length))
-
-
-_NO_PHASE = ("checkpoints", "pictures", "profile")
-"""Names of folders in a run directory."""
-
-
 class SampleConfig(_Section):
     """Pictures drawn from a checkpoint. Defaults: Sana's."""
 
@@ -1061,23 +992,6 @@ class Config(_Section):
     sample: SampleConfig = SampleConfig()
     """The stage `sample`."""
     _data_given: DataGiven = PrivateAttr(default_factory=DataGiven)
-    phases: list[PhaseConfig] = []
-    """Phases that `train` runs one after the other; empty: one run in `train.output`. `export` and `sample` take the
-    newest checkpoint of the last phase that has one."""
-
-    def phase(self, name: str) -> PhaseConfig:
-        """The phase of a name.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        for phase in self.phases:
-            if phase.name == name:
-                return phase
-        known = ", ".join(phase.name for phase in self.phases)
-        raise ConfigError(
-            f"there is no phase {name!r} in the configuration", expected=f"one of {known}" if known else "phases: [...]"
-        )
 
     def with_train(self, **changes: Any) -> Config:
         """The configuration with other values of `train`'s options; they are not validated."""
@@ -1086,44 +1000,6 @@ class Config(_Section):
     def bears(self, precision: str) -> bool:
         """Whether the weights to begin from work in this value of `train.precision`, as far as is known."""
         return self.model.weights is None or self.model.weights.bears(precision)
-
-    def of_phase(self, name: str) -> Config:
-        """The configuration of a phase's run.
-
-        Raises:
-            ConfigError: there is no such phase, or its options cannot be.
-        """
-        phase = self.phase(name)
-        tree = self.model_dump(exclude_unset=True, exclude={"phases"})
-        train = tree.setdefault("train", {})
-        if phase is not self.phases[0]:
-            train.pop("phase", None)
-        fields = phase.by_field()
-        options = phase.set
-        origin = f"phases: {name}"
-        for option in options:
-            if option in fields or option == "train.output":
-                other = f"the option {option.rpartition('.')[2]} of the phase" if option in fields else "its name"
-                raise ConfigError(f"{origin}: set: {option} is given by {other}", fix="leave it out")
-            if option in _all_paths() and not reads("train", option):
-                raise ConfigError(f"{origin}: set: sana-pipe train does not read {option}", fix="leave it out")
-        options = {**fields, **options}
-        for name_given, other in (("steps", "epochs"), ("epochs", "steps")):
-            if f"train.{name_given}" in options and f"train.{other}" not in options:
-                train.pop(other, None)
-        for option, value in options.items():
-            _assign(tree, option.split("."), value, f"{option}={value}")
-        train["output"] = str(Path(self.train.output) / name)
-        try:
-            return Config.model_validate(tree)
-        except ValidationError as error:
-            raise _explain(error, tree, Path(origin), {}) from None
-
-    def at(self, folder: str | Path) -> Config:
-        """The configuration of the phase to which a folder belongs; of no phase: this one."""
-        output, place = Path(self.train.output).resolve(), Path(folder).resolve()
-        inside = [phase.name for phase in self.phases if place.is_relative_to(output / phase.name)]
-        return self.of_phase(inside[0]) if inside else self
 
     def _conflicts(self) -> Iterator[str]:
         weights, precision = self.model.weights, self.train.precision
@@ -1134,13 +1010,6 @@ class Config(_Section):
                 "(model.weights.runs_in): weights trained in fp16 fail in bf16 (NVlabs/Sana #47, #109), weights "
                 f"trained in bf16 overflow in fp16 (#65); set train.precision={working[0]}"
             )
-        names = [phase.name.lower() for phase in self.phases]
-        for name in names:
-            if names.count(name) > 1 or name in _NO_PHASE:
-                why = "is given twice" if names.count(name) > 1 else "is a folder of every run directory"
-                yield f"phases: the name {name!r} {why}"
-        for phase in self.phases:
-            self.of_phase(phase.name)  # checks its options
 
 
 _CACHE = ("cache", "mirror", "patience_s")
@@ -1152,10 +1021,10 @@ READS: dict[str, tuple[str, ...]] = {
     "encode": (*_CACHE, "vae", "text", "data", "encode", "metrics"),
     "bucket": (*_CACHE, "vae", "text", "bucket", *_BUCKETS, "encode"),
     "check": ("vae", "text", "model", "data", "train"),
-    "train": (*_CACHE, "model", "train", "metrics", "data.resolution", "data.caption_prefix", "phases", "sample"),
-    "plan": (*_CACHE, "text", "model", "train", "phases", "data", "bucket"),
-    "export": (*_CACHE, "vae", "text", "model", "data", "train", "phases", "sample"),
-    "sample": (*_CACHE, "vae", "text", "model", "data", "encode", "train", "phases", "sample"),
+    "train": (*_CACHE, "model", "train", "metrics", "data.resolution", "data.caption_prefix", "sample"),
+    "plan": (*_CACHE, "text", "model", "train", "data", "bucket"),
+    "export": (*_CACHE, "vae", "text", "model", "data", "train", "sample"),
+    "sample": (*_CACHE, "vae", "text", "model", "data", "encode", "train", "sample"),
     "decode": ("vae", "encode"),
     "inspect": (*_CACHE, "train"),
     "status": (*_CACHE, "train"),
@@ -1244,17 +1113,11 @@ def load(
         command: a key of `READS`; overrides of options that it does not read are refused. None: any option.
 
     Raises:
-        ConfigError: unknown key, wrong type, impossible combination, unreadable file, an option that is not read or
-            that every phase replaces.
+        ConfigError: unknown key, wrong type, impossible combination, unreadable file, an option that is not read.
     """
     config, given = load_given(path, overrides)
     for option in given.overridden if command else ():
         _check_read(str(command), option, value_at(given.tree, option))
-        if command in ("train", "plan") and config.phases and all(phase.gives(option) for phase in config.phases):
-            raise ConfigError(
-                f"--set {option}: has no effect, since every phase gives this option",
-                fix=f"change it in the phases, or {setting('phases', [])} for a run without them",
-            )
     return config
 
 
@@ -1270,11 +1133,41 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
             tree["train"].pop(other, None)
     for keys, value, text in assignments:
         _assign(tree, keys, value, text)
+    if "phases" in tree:
+        raise _phases_refused(tree, source if source != Path(LOCAL_NAME) else None)
     config = validated(tree, source, dict(zip(overridden, overrides, strict=True)))
     names = [name for keys, value, _ in assignments if keys[0] == "data" for name in _named(keys[1:], value)]
     signals = ["signals"] if any(within("encode.signals", option) for option in overridden) else []
     config._data_given = replace(data_given, overridden=frozenset([*names, *signals]))
     return config, Given(source, tree, tuple(overridden))
+
+
+def _phases_refused(tree: dict[str, Any], file: Path | None) -> ConfigError:
+    """The error for `phases`, with the commands that train the phases of a file.
+
+    Args:
+        file: to name by `--config`; None: `train` finds it.
+    """
+    phases, train = tree["phases"], tree.get("train")
+    output = Path(str((train.get("output") if isinstance(train, dict) else None) or TrainConfig().output))
+    lines: list[str] = []
+    for number, phase in enumerate(phases if isinstance(phases, list) else ()):
+        if not isinstance(phase, dict) or not isinstance(phase.get("name"), str):
+            lines.clear()
+            break
+        words = ["sana-pipe", "train", *([] if file is None else ["--config", str(file)])]
+        words += ["--from", str(output / phases[number - 1]["name"])] if number else []
+        words += ["--snapshot", str(phase["snapshot"])] if phase.get("snapshot") else []
+        changed = phase["set"] if isinstance(phase.get("set"), dict) else {}
+        given = {f"train.{key}": phase[key] for key in ("steps", "epochs") if phase.get(key) is not None}
+        for option, value in {"train.output": str(output / phase["name"]), **given, **changed}.items():
+            words += ["--set", f"{option}={on_one_line(value)}"]
+        lines.append(shlex.join([*words, "--resume", "auto"]))
+    template = ["sana-pipe train --from RUN --set train.output=DIR --set OPTION=VALUE --resume auto"] if phases else []
+    return ConfigError(
+        f"{file or LOCAL_NAME}: `phases` is no option: each round is a `train` of its own, which begins from the last",
+        fix="\n  ".join(["take `phases` out of the file, then", *(lines or template)]) if phases else "take it out",
+    )
 
 
 def validated(tree: dict[str, Any], source: Path, overridden: dict[str, str]) -> Config:
@@ -1349,7 +1242,7 @@ def setting(option: str, *values: Any) -> str:
     return alternatives("--set", (f"{option}={on_one_line(value)}" for value in values))
 
 
-WITH_SPACES = ("caption_prefix", "caption_suffix")
+WITH_SPACES = ("caption_prefix",)
 """Options whose text may begin or end with spaces."""
 
 
@@ -1408,8 +1301,6 @@ def _hint(location: tuple[int | str, ...]) -> str:
     typo = similar if difflib.get_close_matches(last, valid, n=1, cutoff=0.8) else []
     elsewhere = [path for path in _all_paths() if last in (path, path.rpartition(".")[2])]
     candidates = [*typo, *elsewhere, *similar]
-    if location[0] == "phases" and elsewhere and not typo:
-        return f"; what a phase changes stands in its set: {{{elsewhere[0]}: VALUE}}"
     if candidates:
         return f"; did you mean {candidates[0]!r}?"
     if len(valid) > _LISTED:

@@ -15,15 +15,12 @@ import click
 
 from pipeline.amounts import amount
 from pipeline.cache import copies
-from pipeline.cache.cache import Cache, check_snapshot_name
-from pipeline.cache.findings import fix_of_head
-from pipeline.cache.snapshot import Head
+from pipeline.cache.cache import check_snapshot_name
 from pipeline.config import Config, setting
-from pipeline.errors import CacheError, IntegrityError, escaped
+from pipeline.errors import CacheError, escaped
 from pipeline.reporting.further_figures import mask_notes
-from pipeline.snapshots import packing
 from pipeline.snapshots.inputs import caches_of, read_inputs
-from pipeline.snapshots.making import made_again, make
+from pipeline.snapshots.making import make
 from pipeline.snapshots.near import Report
 from pipeline.snapshots.publishing import publish
 from pipeline.sources import reject_kinds
@@ -81,42 +78,6 @@ def run(
         report["reports"] = [files.where(path) for files, path in lists if files.exists(path)]
     _print(report, as_json)
     return report["snapshot"] or ""
-
-
-def again(config: Config, name: str, move: bool = False) -> str:
-    """Write the lists and chunks of a snapshot again, from the scans and with the options that it was made with.
-
-    Args:
-        name: of the snapshot, or its id.
-        move: if its sources or records have changed, let the name point to the snapshot that those give.
-
-    Returns:
-        The snapshot's id.
-
-    Raises:
-        CacheError: there is no such snapshot, or it cannot be made again.
-    """
-    cache = Cache.of(config)
-    copies.repair_all(cache.files)
-    snapshot_id = cache.snapshot_id(name)
-    head = Head.read(cache.files, snapshot_id)
-    try:
-        made = made_again(config, cache, head, _comparing) if head.folder is None else packing.made_again(cache, head)
-    except IntegrityError as error:
-        raise CacheError(
-            f"{cache.location}: snapshot {name} cannot be made again: {error.what}", fix=fix_of_head(name)
-        ) from None
-    if (made.chunks, made.shards) == (head.chunks, head.shards):
-        made.put_lists(cache.files)
-    elif move:
-        snapshot_id = cache.add_snapshot(made, name, latest=False, move=True)
-    else:
-        raise CacheError(
-            f"{cache.location}: snapshot {name} cannot be made again: its records have changed since",
-            fix=f"sana-pipe bucket --again {name} --move, which lets the name point to what comes out now",
-        )
-    click.echo(f"snapshot {snapshot_id} ({name})")
-    return snapshot_id
 
 
 @contextmanager

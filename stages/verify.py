@@ -14,9 +14,9 @@ from pipeline.cache import audit, layout
 from pipeline.cache.cache import Cache
 from pipeline.cache.findings import BACKUP, Finding, Replaced, named_snapshots, packs, recipe_names
 from pipeline.cache.layout import Paths
+from pipeline.cache.lost import repair_documents
 from pipeline.config import Config
 from pipeline.encoding.repair import Repairs, repair_table
-from pipeline.encoding.restore import restore_documents
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError, expanded
 from pipeline.snapshots import packing
 from pipeline.work.progress import Progress
@@ -113,7 +113,7 @@ class _Report:
             click.echo(f"{self.cache.files.where(path)}: {outcome}")
 
     def left(self) -> list[Finding]:
-        """What is still wrong."""
+        """Return what is still wrong."""
         late = {finding.path for finding in self.late}
         repaired = {path for path, outcome in self._outcomes.items() if outcome in REPAIRED}
         return [finding for finding in self._findings if finding.path not in late | repaired] + self.late
@@ -139,16 +139,16 @@ class _Report:
 
 def _repair_documents(cache: Cache, findings: list[Finding], report: _Report) -> None:
     """Repair damaged documents; also write the copies that are missing, with or without findings."""
-    restore_documents(cache)
+    lost, known = repair_documents(cache), {finding.path for finding in findings}
+    names = sorted(name for name in lost - known if layout.is_document(name))
+    findings += report.add(Finding(name, "is lost with its copy, or lacks a table") for name in names)
     still = {finding.path for finding in audit.verify_documents(cache)} if findings else set()
     for finding in findings:
-        if finding.path in still:
-            report.outcome(finding.path, FAILED)
-        elif cache.files.has_file(finding.path):
-            report.outcome(finding.path, "restored")
+        if finding.path in lost:
+            command = layout.way_out(finding.path)
+            report.outcome(finding.path, f"lost with its copy; what makes again what it was for: {command}")
         else:
-            command = audit.rebuild_command(finding.path)
-            report.outcome(finding.path, f"moved to damaged/; to make again what it was for: {command}")
+            report.outcome(finding.path, FAILED if finding.path in still else "restored")
 
 
 def _repair_contents(

@@ -143,8 +143,8 @@ def test_other_bytes_go_into_a_new_plan(
         assert stages.verify.run(config, repair=repair, as_json=True) == 4
         finding = last_json(capsys)["findings"][-1]
         assert finding["path"].startswith("snapshots/")
-        assert finding["fix"] == "sana-pipe bucket --again latest --move"
-    stages.bucket.again(config, "latest", move=True)
+        assert finding["fix"].startswith("sana-pipe bucket --set ") and "--name" not in finding["fix"]
+    stages.bucket.run(config)
     assert stages.verify.run(config) == 0
     loader = Loader(
         Cache(config.cache).open_snapshot(),

@@ -603,8 +603,6 @@ def test_a_snapshot_of_an_option_that_is_gone_is_refused_with_the_way_out(root: 
     options = {**(head.options or {}), "bucket": {"remainder": "repeat"}}
     policies = dataclasses.replace(head.policies, small="repeat")
     cache.add_snapshot(dataclasses.replace(head, policies=policies, options=options), "earlier")
-    with pytest.raises(CacheError, match=naming("remainder = repeat", "sana-pipe bucket", "forget --snapshot earlier")):
-        stages.bucket.again(of, "earlier")
     with pytest.raises(CacheError, match=naming("bucket.remainder = repeat", "carry or drop", "sana-pipe bucket")):
         Schedule.of(cache.open_snapshot("earlier").head, seed=0, phase=0)
     assert not list(audit.verify(cache))
@@ -1202,15 +1200,6 @@ def test_a_selection_in_temporary_files_is_the_same(
     assert len(Cache(root).open_snapshot(whole)) < 72 * 0.9
     lower_limits(monkeypatch)
     assert stages.bucket.run(config(root, *options), "again") == whole
-
-
-def test_no_snapshot_is_made_again_under_a_wrong_name(root: Path) -> None:
-    add(config(root), "one", pictures(40))
-    snapshot = stages.bucket.run(config(root), "mine")
-    with pytest.raises(CacheError, match="no snapshot is called 'mien'") as caught:
-        stages.bucket.again(config(root), "mien")
-    assert caught.value.fix == "sana-pipe snapshots lists names and ids"
-    assert {stages.bucket.again(config(root), name) for name in ("mine", snapshot, snapshot[:9])} == {snapshot}
 
 
 def test_the_checks_can_fail(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

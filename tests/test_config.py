@@ -293,10 +293,9 @@ def test_a_setting_in_a_message_means_its_value_when_pasted(value: str | None) -
     assert load("tiny", [words[1]]).text.revision == value
 
 
-@pytest.mark.parametrize("option", ["data.caption_prefix", "data.caption_suffix"])
 @pytest.mark.parametrize("value", [" sks, ", "' sks, '", '" sks, "'])
-def test_the_spaces_around_a_caption_are_kept(option: str, value: str) -> None:
-    assert getattr(load("tiny", [f"{option}={value}"]).data, option.partition(".")[2]) == " sks, "
+def test_the_spaces_around_a_prefix_are_kept(value: str) -> None:
+    assert load("tiny", [f"data.caption_prefix={value}"]).data.caption_prefix == " sks, "
     assert load("tiny", ["data.caption= 5 dogs "]).data.caption == "5 dogs"
 
 
@@ -461,7 +460,7 @@ def test_constants_of_the_released_models_of_1_5() -> None:
         assert config.model.weights is not None
         for source in (config.vae, config.text, config.model.weights):
             assert source.id == f"Efficient-Large-Model/SANA1.5_{size}_1024px_diffusers"
-            assert source.variant is None  # one set of weights, bf16
+        assert config.model.weights.variant is None  # one set of weights, bf16
         assert config.model.weights.runs_in == ["bf16", "fp32"]
 
 

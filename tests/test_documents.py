@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,19 +20,19 @@ import stages.gc
 import stages.snapshots
 import stages.status
 import stages.verify
-from pipeline.cache import audit, copies, index, layout, prompts
+from pipeline.cache import audit, copies, garbage, index, layout, prompts
 from pipeline.cache.cache import Cache, Unit, Units, WorkPlan
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.files import Files
-from pipeline.cache.findings import ENCODE, Finding
+from pipeline.cache.findings import Finding
 from pipeline.cache.layout import Paths
+from pipeline.cache.lost import repair_documents
 from pipeline.cache.recipes import Recipe
 from pipeline.cache.snapshot_lists import publish
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.encoding import repair, unit_records
-from pipeline.encoding.restore import restore_documents
-from pipeline.errors import IntegrityError
+from pipeline.errors import IntegrityError, UserError
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
 from pipeline.signals.text import TextRecipe
@@ -204,46 +205,37 @@ def test_a_document_in_the_place_of_another_is_damage(config: Config) -> None:
 
 
 @pytest.mark.parametrize("how", ["lost", pytest.param("flipped", marks=pytest.mark.slow)])
-def test_what_is_lost_with_its_copy_is_made_again(
-    config: Config, photos: Path, how: str, encoded: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("folder", [*sorted({*layout.DOCUMENTS} - {"units"}), Paths.FORMAT])
+def test_what_is_lost_with_its_copy_is_named_and_encode_and_bucket_make_it_again(
+    config: Config, photos: Path, how: str, folder: str
 ) -> None:
-    """Commits, plans, recipes and snapshots are; nothing is encoded again. A scan is read again, a name is given."""
+    """A lost scan or prompt set looks as if it had never been; a name that is set on purpose is not needed here."""
     root = Path(config.cache)
-    whole = content(root)
-    [snapshot] = [name for name in whole if name.startswith("snapshots/")]
-    for name in documents(root):
+    for name in (name for name in documents(root) if name.startswith(folder)):
         for place in (name, Paths.copy(name)):
             HARM[how](root / place)
-        if name != Paths.FORMAT:
-            assert stages.status.run(config) in (0, 1, 4)
-            assert stages.verify.run(config) == 4 or (how == "lost" and name.startswith(("sources/", "prompts/")))
-            stages.verify.run(config, repair=True)
-        stages.encode.run(config, data=str(photos))
-        stages.bucket.run(config)
-        assert stages.verify.run(config) == 0, name
-        assert stages.status.run(config) == 0, name
-        assert not encoded, name
-        assert Cache.of(config).snapshot_of("latest") == Path(snapshot).stem, name
-        aside = [path for path in root.glob("damaged/**/*") if path.is_file()]
-        assert len(aside) == (2 if how == "flipped" and name != Paths.FORMAT else 0), "nothing damaged is thrown away"
-        shutil.rmtree(root)
-        for other, data in whole.items():
-            (root / other).parent.mkdir(parents=True, exist_ok=True)
-            (root / other).write_bytes(data)
+    if folder != Paths.FORMAT:
+        assert stages.status.run(config) in (0, 1, 4)
+        assert stages.verify.run(config) == 4 or (how == "lost" and folder in ("sources", "prompts"))
+        stages.verify.run(config, repair=True)
+    stages.encode.run(config, data=str(photos))
+    stages.bucket.run(config)
+    assert stages.verify.run(config) == stages.status.run(config) == 0
+    assert len(Cache.of(config).open_snapshot()) == 12
+    if how == "flipped" and folder != Paths.FORMAT:
+        assert [path for path in root.glob("damaged/**/*") if path.is_file()], "nothing damaged is thrown away"
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "empty", "other"])
 @pytest.mark.parametrize("folder", ["segments", "plans", "units"])
-def test_what_is_damaged_with_its_copy_is_set_aside_and_made_again(tmp_path: Path, folder: str, how: str) -> None:
+def test_what_is_damaged_with_its_copy_is_set_aside_and_missed(tmp_path: Path, folder: str, how: str) -> None:
     """other: both are whole, and differ."""
     cache = tiny_cache.build(tmp_path / "cache")
     recipe = cache.recipes("latent")[0].name
-    commits = index.commits(cache.files, recipe, 0)
     if folder == "units":
         lose(cache.root, Paths.segment(recipe, 0))
-    name = sorted(path.relative_to(cache.root).as_posix() for path in cache.root.glob(f"{folder}/{recipe}/**/*.json"))[
-        0
-    ]
+    paths = sorted(cache.root.glob(f"{folder}/{recipe}/**/*.json"))
+    name = paths[0].relative_to(cache.root).as_posix()
     if how == "other":
         body = cache.files.document(name)
         cache.files.replace(Paths.copy(name), layout.seal({**body, "table": "0" * 32}))
@@ -251,12 +243,74 @@ def test_what_is_damaged_with_its_copy_is_set_aside_and_made_again(tmp_path: Pat
         for place in (name, Paths.copy(name)):
             HARM[how](cache.root / place)
     assert name in [finding.path for finding in audit.verify_documents(cache)]
-    restore_documents(cache)
-    assert len([*cache.root.glob("damaged/**/*.json-*")]) == 2
-    assert not list(audit.verify(Cache(cache.root)))
-    assert cache.files.exists(Paths.segment(recipe, 0)), "so that the cache is opened as fast as before"
-    again = [replace(commit, provenance={}) for commit in index.commits(cache.files, recipe, 0)]
-    assert again == [replace(commit, provenance={}) for commit in commits]
+    assert name in repair_documents(cache)
+    assert len([*cache.root.glob(f"damaged/**/{Path(name).name}-*")]) >= 2
+    if folder != "segments":  # its units stand for it
+        shards = [finding.path for finding in audit.verify(Cache(cache.root)) if finding.path.startswith("shards")]
+        assert shards
+        with pytest.raises(IntegrityError):
+            list(garbage.unneeded(cache))
+
+
+@pytest.mark.parametrize("place", ["lost", "flipped"])
+@pytest.mark.parametrize(
+    ("pattern", "command"),
+    [
+        ("recipes/latent-*.json", "sana-pipe encode"),
+        ("plans/latent-*/*.json", "sana-pipe encode"),
+        ("segments/text-*/*.json", "sana-pipe encode"),
+        ("snapshots/*.json", "sana-pipe bucket --name NAME --move"),
+        ("names/latest/*.json", "sana-pipe bucket"),
+    ],
+)
+def test_the_error_names_both_files_and_the_way_out(tiny: Cache, pattern: str, command: str, place: str) -> None:
+    name = next(iter(sorted(tiny.root.glob(pattern)))).relative_to(tiny.root).as_posix()
+    for path in (name, Paths.copy(name)):
+        HARM[place](tiny.root / path)
+    both = [tiny.files.where(path) for path in (name, Paths.copy(name))]
+    with pytest.raises(IntegrityError, match=naming(*both)) as error:
+        Cache(tiny.root).files.document(name)
+    assert command in str(error.value.fix) and (layout.REPAIR in str(error.value.fix)) == (place != "lost")
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["first", "last"])
+def test_commits_of_a_lost_plan_are_set_aside_before_another_takes_its_number(tmp_path: Path, number: int) -> None:
+    """Their units would count as those of the new plan."""
+    of = synthetic.config(tmp_path / "cache")
+    for count in (2, 4):
+        cache = synthetic.add(of, "one", synthetic.pictures(count))
+    recipe = cache.recipes("latent")[0].name
+    plan, keys = cache.plan(recipe, number), len(cache.index(recipe))
+    lose(cache.root, Paths.numbered(Paths.plans(recipe), number))
+    with pytest.raises(IntegrityError, match=naming(layout.REPAIR)):
+        cache.add_plan(recipe, number, plan.units, cache.table(plan.table))
+    assert Paths.plans(recipe) in repair_documents(cache)
+    assert len(cache.plans(recipe)) == (2 if number == 0 else 1), "an empty plan keeps the numbers without a gap"
+    assert len(cache.index(recipe)) < keys
+    with pytest.raises(IntegrityError):
+        list(garbage.unneeded(cache))
+    synthetic.add(of, "one", synthetic.pictures(4))
+    assert len(cache.index(recipe)) == keys and not list(contradictions(Cache(cache.root)))
+
+
+@pytest.mark.parametrize("how", ["lost", "flipped"])
+@pytest.mark.parametrize("of", ["plans/latent-*/*.json", "plans/text-*/*.json", "sources/*/*.json"])
+def test_a_table_that_is_lost_with_its_copy_is_named_and_encode_makes_it_again(
+    config: Config, photos: Path, how: str, of: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = Cache.of(config)
+    name = next(iter(sorted(cache.root.glob(of)))).relative_to(cache.root).as_posix()
+    table = Paths.table(cache.files.document(name)["table"], "parquet")
+    for place in (table, Paths.copy(table)):
+        HARM[how](cache.root / place)
+    capsys.readouterr()
+    assert stages.verify.run(config, as_json=True) == 4
+    result = {finding["path"]: finding["fix"] for finding in last(capsys)["findings"]}
+    assert result[table] == (layout.ENCODE if of.startswith("sources") else layout.REPAIR)
+    assert stages.verify.run(config, repair=True) == 4
+    stages.encode.run(config, data=str(photos))
+    stages.bucket.run(config)
+    assert stages.verify.run(config) == 0
 
 
 def test_another_intact_document_in_place_of_any_is_noticed_and_replaced(tmp_path: Path) -> None:
@@ -282,7 +336,7 @@ def test_two_lost_scans_in_a_row_say_what_their_successor_says(tmp_path: Path) -
     newest = cache.last_scan("one")
     for number in (0, 1):
         lose(cache.root, Paths.numbered(Paths.scans("one"), number))
-    restore_documents(cache)
+    repair_documents(cache)
     assert [cache.files.document(Paths.numbered(Paths.scans("one"), n)) for n in range(3)] == [newest] * 3
 
 
@@ -294,115 +348,9 @@ def test_only_the_last_scan_stays_without_its_table(tmp_path: Path) -> None:
     newest = cache.last_scan("one")
     for table in sorted(cache.files.document(Paths.numbered(Paths.scans("one"), n))["table"] for n in range(2)):
         cache.files.remove(Paths.table(table, "parquet"))
-    restore_documents(Cache(cache.root))
+    repair_documents(Cache(cache.root))
     assert cache.last_scan("one") == newest
     assert [*cache.root.glob("damaged/sources/one/00000000.json-*")]
-
-
-def test_shards_whose_plan_is_lost_are_adopted(config: Config, photos: Path, encoded: list[str]) -> None:
-    """Plan, commits, copies and all: the shards say enough."""
-    root = Path(config.cache)
-    for pattern in ("plans/*/*.json", "segments/*/*.json"):
-        lose(root, pattern)
-    assert stages.verify.run(config) == 4
-    assert stages.verify.run(config, repair=True) == 0
-    stages.encode.run(config, data=str(photos))
-    assert not encoded
-    stages.bucket.run(config)
-    assert stages.verify.run(config) == 0
-
-
-@pytest.mark.parametrize("how", ["lost", "flipped"])
-@pytest.mark.parametrize("of", ["plans/latent-*/*.json", "plans/text-*/*.json", "sources/*/*.json"])
-def test_a_table_that_is_lost_is_made_again(
-    config: Config, photos: Path, encoded: list[str], how: str, of: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cache = Cache.of(config)
-    name = next(iter(sorted(cache.root.glob(of)))).relative_to(cache.root).as_posix()
-    table = Paths.table(cache.files.document(name)["table"], "parquet")
-    for place in (table, Paths.copy(table)):
-        HARM[how](cache.root / place)
-    capsys.readouterr()
-    assert stages.verify.run(config, as_json=True) == 4
-    result = {finding["path"]: finding["fix"] for finding in last(capsys)["findings"]}
-    scan = of.startswith("sources")
-    assert result[table] == (ENCODE if scan else layout.REPAIR)
-    assert stages.verify.run(config, repair=True) == (4 if scan else 0)
-    stages.encode.run(config, data=str(photos))
-    stages.bucket.run(config)
-    assert stages.verify.run(config) == 0 and not encoded
-    if not scan:
-        recipe = name.split("/")[1]
-        damaged = next(iter(sorted(cache.root.glob(f"shards/{recipe}/*/*.tar"))))
-        commit = next(c for c in index.commits(cache.files, recipe, 0) if c.shard == damaged.stem)
-        flip(damaged, audit.record_rows(cache, commit)[0]["offset"])
-        stages.verify.run(config, repair=True)
-        stages.bucket.run(config)
-        assert stages.verify.run(config) == 0, "what its records were made from is known again"
-
-
-def test_a_record_that_a_lost_commit_had_rejected_is_tried_again(
-    make_config: Callable[..., Config],
-    photos: Path,
-    tmp_path: Path,
-    encoded: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config, real, tried = make_config(tmp_path), unit_records.decoding.load, list[bytes]()
-    refused: list[bytes] = []
-
-    def load(data: bytes, *rest: Any) -> Any:
-        tried.append(data)
-        if not refused:
-            refused.append(data)
-            raise unit_records.decoding.ImageReject("for this once")
-        return real(data, *rest)
-
-    monkeypatch.setattr(unit_records.decoding, "load", load)
-    stages.encode.run(config, data=str(photos))
-    lose(Path(config.cache), "segments/latent-*/*.json")
-    lose(Path(config.cache), "units/latent-*/*/*/*.json")
-    assert stages.verify.run(config, repair=True) == 0
-    before = len(encoded)
-    tried.clear()
-    stages.encode.run(config, data=str(photos))
-    assert (len(encoded) - before, len(tried)) == (1, 1), "the one record alone"
-    cache = Cache.of(config)
-    assert status(cache)["complete"] and len(cache.index(cache.recipes("latent")[0].name)) == 12
-
-
-def test_captions_of_a_lost_plan_are_read_from_its_shards(tiny: Cache) -> None:
-    """There is no source. A picture that no last scan has cannot be made again."""
-    config = load("tiny", [f"cache={tiny.root}"])
-    plans = {kind: tiny.plans(tiny.recipes(kind)[0].name)[0] for kind in ("latent", "text")}
-    lose(tiny.root, "plans/*/*.json")
-    restore_documents(tiny)
-    for kind, before in plans.items():
-        [recipe], [plan] = tiny.recipes(kind), tiny.plans(before.recipe)
-        assert {unit.unit for unit in plan.units} == {unit.unit for unit in before.units}
-        for commit in index.commits(tiny.files, recipe.name, 0):
-            unit = next(unit for unit in plan.units if unit.unit == commit.unit)
-            keys = {row["key"] for row in audit.record_rows(tiny, commit)}
-            again = repair.Repairs(config, tiny, {}).rows(recipe, plan, unit, commit, keys)
-            assert len(again) == (commit.records if kind == "text" else 0)
-            for row in again.to_pylist():
-                caption = row["caption"]
-                null = recipe.null_key
-                assert row["key"] == (null if caption is None else recipe.key(caption))
-    path = next(tiny.root.glob("shards/latent-*/*/*.tar"))
-    path.write_bytes(path.read_bytes()[:2000])
-    outcomes = [repair.Repairs(config, tiny, {}).unit(f, {}) for f in audit.verify_contents(tiny) if f.unit]
-    assert outcomes and all("no plan and no source's last scan" in outcome for outcome in outcomes)
-
-
-def test_a_plan_that_does_not_list_its_commits_is_replaced(tiny: Cache) -> None:
-    recipe = tiny.recipes("text")[0].name
-    whole, commits = tiny.plan(recipe, 0), index.commits(tiny.files, recipe, 0)
-    lose(tiny.root, Paths.numbered(Paths.plans(recipe), 0))
-    assert tiny.add_plan(recipe, 0, whole.units[1:], tiny.table(whole.table))
-    assert [finding.path for finding in contradictions(tiny)] == [Paths.numbered(Paths.plans(recipe), 0)]
-    restore_documents(tiny)
-    assert not list(audit.verify(tiny)) and index.commits(tiny.files, recipe, 0) == commits
 
 
 def test_a_merged_table_is_made_again_from_its_shards(tiny: Cache) -> None:
@@ -427,12 +375,11 @@ def test_an_older_scan_or_name_that_is_lost_says_what_its_successor_says(config:
 
 
 def test_a_damaged_snapshot_stands_in_nobodys_way(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
-    """Damage to a named snapshot's head in both places: everything else goes on, and `bucket` writes it again."""
+    """Damage to a named snapshot's head in both places: everything else goes on, and `bucket` makes another."""
     root, first = Path(config.cache), stages.bucket.run(config, name="one")
     second = stages.bucket.run(halved(config))
     assert first != second
     name = Paths.snapshot(first)
-    good = (root / name).read_bytes()
     for place in (name, Paths.copy(name)):
         HARM["cut"](root / place)
     capsys.readouterr()
@@ -445,26 +392,13 @@ def test_a_damaged_snapshot_stands_in_nobodys_way(config: Config, capsys: pytest
     assert [finding["path"] for finding in last(capsys)["findings"]] == [name]
     assert [finding.path for finding in contradictions(Cache.of(config))] == [name]
     assert len(Cache.of(config).open_snapshot()) == 12
-    stages.bucket.run(config)  # it has another parent now, and says the same
-    assert (root / name).read_bytes() == good == (root / Paths.copy(name)).read_bytes()
+    with pytest.raises(UserError, match=naming("--move")):
+        stages.bucket.run(config, name="one")
+    assert stages.bucket.run(config, name="one", move=True) != second
+    for path in (root / name, root / Paths.copy(name)):
+        os.utime(path, (1, 1))
+    assert stages.gc.run(config, yes=True) == 0 and not (root / name).exists()
     assert stages.verify.run(config) == 0
-
-
-def test_a_lost_snapshot_with_a_parent_comes_back_with_its_lists(tmp_path: Path) -> None:
-    of = synthetic.config(tmp_path / "cache")
-    cache = synthetic.add(of, "one", synthetic.pictures(4))
-    stages.bucket.run(of)
-    other = of.model_copy(update={"bucket": of.bucket.model_copy(update={"batch": 2})})
-    name = stages.bucket.run(other)
-    cache.point("two", name)
-    lists = cache.open_snapshot("two").head.lists()
-    assert cache.open_snapshot("two").head.parent and lists
-    stages.bucket.run(of)
-    lose(cache.root, Paths.snapshot(name))
-    for table in lists:
-        cache.files.remove(Paths.table(table, "arrow"))
-    assert stages.bucket.run(other) and stages.bucket.run(of)
-    assert cache.open_snapshot("two").id == name and not list(audit.verify(Cache.of(of)))
 
 
 @pytest.mark.parametrize("what", ["shards/latent-*/*/*.tar", "shards/text-*/*/*.tar", "samples", "sources"])
@@ -503,7 +437,7 @@ def test_an_older_snapshot_is_looked_at_too(tmp_path: Path) -> None:
     assert not status(cache)["damaged"]
     cache.files.remove(Paths.table(old.sources["one"], "parquet"))
     assert not status(cache)["damaged"]
-    restore_documents(cache)
+    repair_documents(cache)
     assert not list(audit.verify(cache))
     with (cache.root / next(iter(old.shard_files()))).open("ab") as file:
         file.write(b"more")
@@ -680,7 +614,8 @@ def test_a_chunk_of_several_snapshots_is_made_again_by_one_with_a_name(tiny: Cac
     for place in (table, Paths.copy(table)):
         tiny.files.path(place).unlink()
     fixes = {finding.fix for finding in audit.verify(tiny) if finding.path == table}
-    assert fixes == {"sana-pipe bucket --again latest"}
+    [fix] = fixes
+    assert fix.startswith("sana-pipe bucket") and "--name" not in fix
 
 
 @pytest.mark.parametrize("damaged", ["lists", "chunks"])
@@ -697,7 +632,8 @@ def test_a_snapshot_with_a_damaged_table_can_be_done_without(tmp_path: Path, dam
         HARM["flipped"](cache.root / place)
     stages.bucket.run(of)
     found = {finding.path: finding.fix for finding in audit.verify(Cache.of(of))}
-    again = "sana-pipe bucket --again old"
+    again = found[table]
+    assert again.startswith("sana-pipe bucket --name old --move")
     assert found == {table: again, Paths.copy(table): again}
     if damaged == "lists":
         with pytest.raises(IntegrityError, match=naming(table, layout.REPAIR)):
@@ -745,11 +681,13 @@ def test_what_a_crash_leaves_contradicts_nothing_once_the_work_is_finished(tiny:
     for data in (first.read_bytes(), b"never committed", b""):
         left.write_bytes(data)
         assert not list(contradictions(tiny))
-        restore_documents(tiny)
+        repair_documents(tiny)
         left.unlink()
         assert content(tiny.root) == before, "nor does repair commit it"
     left.write_bytes(first.read_bytes().replace(unit, b'"unit":"' + b"f" * 31))
-    [finding] = contradictions(tiny)
+    assert not list(contradictions(tiny)), "other shards have its records"
+    first.unlink()
+    [finding] = contradictions(Cache(tiny.root))
     assert finding.path == Paths.shard(recipe, "0" * 32)
 
 

@@ -124,17 +124,6 @@ def test_hashes_of_a_source_stay_where_its_scan_does_not_remember_them(
     assert settled(config("encode.signals=[]"), None, "all", body).config.encode.signals == []
 
 
-def test_a_snapshot_that_compared_them_is_not_made_again(
-    config: Callable[..., Config], old: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stages.encode.run(config(SIGNALS), data=str(old / "all"))
-    stages.bucket.run(config("bucket.dedup=near"), name="one")
-    monkeypatch.setattr(phash, "RULE", "another")
-    with pytest.raises(CacheError, match="earlier version") as refused:
-        stages.bucket.again(config(), "one")
-    assert "encode.signals" not in str(refused.value.fix), "the snapshot names its records"
-
-
 def test_hashes_of_an_unknown_rule_need_a_newer_version() -> None:
     with pytest.raises(CacheError, match="does not know"):
         phash.HashRecipe(rule="of-tomorrow").shape(64, 64)

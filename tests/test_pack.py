@@ -35,12 +35,12 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.snapshot import BucketPart, PackedOrder, Snapshot
 from pipeline.cache.status import status
 from pipeline.config import Config
-from pipeline.encoding.restore import restore_documents
 from pipeline.errors import IntegrityError, UserError
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.loader.schedule import Schedule
 from pipeline.signals.latent import LatentRecipe
 from pipeline.snapshots import heldout, packing
+from pipeline.work import engine
 from tests.support import synthetic, tiny_cache
 from tests.support.consumed import loader, sequence
 from tests.support.damage import flip
@@ -418,7 +418,10 @@ def test_a_lost_commit_of_a_joint_shard_is_made_again(copy: Cache) -> None:
     for place in (name, layout.Paths.copy(name)):
         (copy.root / place).unlink()
     assert len(index.commits(copy.files, folder, 0)) == len(before) - 1
-    restore_documents(copy)
+    source = copy.open_snapshot(str(copy.open_snapshot().head.parent))
+    packer = packing.Packer(copy, source, copy.plan(folder, 0))
+    [lost] = [unit for _, unit in engine.missing_units(copy, [packer.plan])]
+    packer.pack_unit(lost)
     said = [
         [(commit.unit, commit.shard, commit.table) for commit in each]
         for each in (before, index.commits(copy.files, folder, 0))

@@ -22,7 +22,6 @@ import stages.status
 import stages.verify
 from pipeline.cache import audit, index, layout, shard
 from pipeline.cache.cache import Cache, Unit, WorkPlan
-from pipeline.cache.contradictions import contradictions
 from pipeline.cache.findings import GC, Finding
 from pipeline.cache.keys import as_keys
 from pipeline.cache.layout import Paths
@@ -40,7 +39,7 @@ from tests.support.source_files import make_tar
 from tests.support.synthetic import with_another
 
 MakeConfig = Callable[..., Config]
-MOVED = "sana-pipe bucket --again latest --move"
+MOVED = "sana-pipe bucket"
 
 
 @pytest.fixture
@@ -134,7 +133,7 @@ def test_where_other_bytes_come_out_a_healed_shard_leads_to_bucket(cache: Cache,
         assert result == [("shards", layout.REPAIR, "replaced"), ("snapshots", MOVED, "failed")]
     assert len(cache.plans(cache.recipes("latent")[0].name)) == 2, "the records are there already"
     cache.keep(cache.open_snapshot().id)
-    assert "--again trained-" in verified()[1][-1][1]
+    assert "sana-pipe bucket --name trained-" in verified()[1][-1][1]
     for name in (cache.root / "names").rglob("*.json"):
         name.unlink()
         (cache.root / Paths.copy(name.relative_to(cache.root).as_posix())).unlink()
@@ -186,22 +185,6 @@ def test_a_restored_head_hides_no_damaged_records_of_its_snapshot(cache: Cache, 
         ("snapshots", MOVED, "failed"),
     ]
     assert verified()[0] == 4
-
-
-def test_a_rotten_shard_of_a_unit_that_is_not_committed_is_set_aside(
-    cache: Cache, verified: Callable[..., Any]
-) -> None:
-    """Until then it looks like a lost commit, and nothing may be removed."""
-    recipe = cache.recipes("latent")[0].name
-    path, rows, commit = latents(cache)
-    for name in (Paths.segment(recipe, 0), Paths.unit(recipe, 0, commit.unit)):
-        for place in (name, Paths.copy(name)):
-            (cache.root / place).unlink()
-    flip(path, rows[0]["offset"])
-    assert [finding.path for finding in contradictions(cache)] == [Paths.shard(recipe, str(commit.shard))]
-    verified(encoder(tiny_cache.build(cache.root.with_name("other")), 0))
-    assert not list(contradictions(Cache(cache.root)))
-    assert len(list((cache.root / "damaged").glob("shards/**/*.tar-*"))) == 1, "nothing damaged is thrown away"
 
 
 def test_a_stray_file_among_the_snapshots_stops_no_repair(cache: Cache, verified: Callable[..., Any]) -> None:
@@ -305,7 +288,7 @@ def test_a_damaged_chunk_of_a_snapshot_without_a_copy_is_for_bucket(
     chunk = Paths.table(cache.open_snapshot().head.chunks[0].names, "arrow")
     for place in (chunk, Paths.copy(chunk)):
         flip(cache.root / place, 100)
-    again = "sana-pipe bucket --again latest"
+    again = "sana-pipe bucket"
     code, result = verified()
     assert code == 4 and {fix for _, fix, _ in result} == {again}
     assert stages.verify.run(load("tiny", [f"cache={cache.root}"]), repair=True) == 4

@@ -740,7 +740,6 @@ def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Pat
     ("train", "snapshot", "named"),
     [
         ({"seed": 1}, "5eed", "train.seed: the checkpoint has 0, this run 1"),
-        ({"phase": 2}, "5eed", "train.phase: the checkpoint has 0, this run 2"),
         ({"length_window": 4}, "5eed", "train.length_window: the checkpoint has 0, this run 4"),
         ({}, "0ther", "\n  snapshot: the checkpoint has 5eed, this run 0ther"),
         ({"layers": 4}, "5eed", "model.num_layers: the checkpoint has 3, this run 4"),
@@ -1153,7 +1152,6 @@ def test_the_loaders_get_every_option(small_cache: Path, make_config: Any, tmp_p
 
     options: dict[str, Any] = {
         "seed": 3,
-        "phase": 2,
         "microbatch": 5,
         "caption_drop": 0.3,
         "null_mask": "bos",
@@ -1163,10 +1161,11 @@ def test_the_loaders_get_every_option(small_cache: Path, make_config: Any, tmp_p
     given = ["patience_s=40", "train.device=cpu", "train.validation={samples: 2}"]
     config = make_config(tmp_path, *given, *(f"train.{name}={value}" for name, value in options.items()))
     snapshot, file = Cache(small_cache).open_snapshot(), tmp_path / "quarantine.jsonl"
-    task = task_of(config, Inputs(snapshot, snapshot), Launch(rank=1, world=2), file)
+    task = task_of(config, Inputs(snapshot, snapshot, phase=2), Launch(rank=1, world=2), file)
     layout = mesh.Layout(1, 2, 1, 1)
     whole = LoaderSettings(
         **options,
+        phase=2,
         rank=1,
         world=2,
         prefetch=None,

@@ -332,12 +332,6 @@ def test_sizes_are_refused_before_anything_is_built(tmp_path: Path) -> None:
     assert in_training.drawn_at_once(single, of(64, 64)) == 2
 
 
-def test_a_name_of_a_phase_cannot_be_that_of_the_folder() -> None:
-    tree = tiny_run.config().model_dump(exclude_unset=True)
-    with pytest.raises(ValueError, match=naming("phases", "'pictures'")):
-        Config.model_validate(tree | {"phases": [{"name": "pictures", "snapshot": "latest"}]})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "controlnet", "most"),

@@ -11,10 +11,8 @@ import pytest
 from pipeline.cache import audit, contradictions, garbage, index, layout
 from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.layout import Paths
-from pipeline.encoding.restore import restore_documents
 from pipeline.signals.latent import LatentRecipe
 from pipeline.work import engine
-from tests.support import tiny_cache
 
 RECIPE = LatentRecipe(weights="w")
 
@@ -89,17 +87,3 @@ def test_a_commit_in_another_folder_is_no_commit(cache: Cache, plan: WorkPlan, f
         shutil.move(cache.files.path(path), target)
     assert not index.committed(cache.files, RECIPE.name, 0) and not engine.is_done(cache, plan, unit)
     assert [finding.path for finding in audit.verify_documents(cache)] == [wrong]
-
-
-def test_lost_commits_are_made_again_from_their_shards(tmp_path: Path) -> None:
-    cache = tiny_cache.build(tmp_path / "c")
-    recipes = [path.name for path in (cache.root / "plans").iterdir()]
-    before = {recipe: index.commits(cache.files, recipe, 0) for recipe in recipes}
-    for recipe in recipes:
-        for folder in ("units", "copies/units", "segments", "copies/segments"):
-            shutil.rmtree(cache.root / folder / recipe)
-    restore_documents(cache)
-    for recipe in recipes:
-        after = index.commits(cache.files, recipe, 0)
-        assert [(c.unit, c.shard, c.records) for c in after] == [(c.unit, c.shard, c.records) for c in before[recipe]]
-        assert all(Path(name).parent.name == Path(name).name[:2] for name in unit_files(cache) if recipe in name)

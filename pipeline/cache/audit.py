@@ -23,20 +23,17 @@ from pipeline.cache.cache import Cache
 from pipeline.cache.contradictions import contradictions
 from pipeline.cache.files import Files
 from pipeline.cache.findings import (
-    BUCKET,
-    ENCODE,
     GC,
-    PROMPTS,
     Finding,
     Replaced,
-    again,
+    bucket_command,
     damage_only,
     named_snapshots,
     recipe_names,
     skip_damaged,
 )
 from pipeline.cache.keys import as_keys, binary, fixed
-from pipeline.cache.layout import PACKED, REPAIR, Paths, is_document
+from pipeline.cache.layout import REPAIR, Paths, is_document
 from pipeline.cache.recipes import recipe_class
 from pipeline.cache.references import Reference, references, tables_of_head
 from pipeline.cache.snapshot import Head, RecordPlace, Snapshot, TextPlace, check_files
@@ -64,7 +61,8 @@ def verify_documents(cache: Cache, on_file_read: OnFileRead = lambda size: None)
         if pair.document:
             files.damage.setdefault(name, pair.document)
             reported.add(name)
-            yield Finding(name, pair.document + ("" if pair.data is None else "; its copy is right"))
+            state = f"; {pair.copy}" if pair.data is None and pair.copy != pair.document else ""
+            yield Finding(name, pair.document + ("; its copy is right" if pair.data is not None else state))
         elif pair.copy:
             reported.add(name)
             yield Finding(Paths.copy(name), pair.copy)
@@ -115,7 +113,7 @@ WRONG, MISSING = "its bytes do not match its name", "is missing"
 
 
 def _problem(files: Files, path: str, size: int, on_file_read: OnFileRead) -> str:
-    """What is wrong with a content-addressed file; "" if nothing."""
+    """Say what is wrong with a content-addressed file; "" if nothing."""
     try:
         intact = files.digest(path) == PurePosixPath(path).stem
     except FileNotFoundError:
@@ -127,7 +125,7 @@ def _problem(files: Files, path: str, size: int, on_file_read: OnFileRead) -> st
 
 
 def _fix_of_table(files: Files, table: str, reference: Reference | None) -> str:
-    """What repairs a table or its copy. reference: to the table; None if nothing needs it."""
+    """Return what repairs a table or its copy. reference: to the table; None if nothing needs it."""
     if any(map(files.is_intact, (table, Paths.copy(table)))):
         return REPAIR
     return GC if reference is None else reference.fix
@@ -137,8 +135,8 @@ def _fix_of_table(files: Files, table: str, reference: Reference | None) -> str:
 
 
 def _verify_packed(cache: Cache, name: str, already_read: set[str], on_file_read: OnFileRead) -> Iterator[Finding]:
-    """What is wrong with the joint shards of a packed snapshot. already_read: shards to skip; this function adds those
-    that it reads."""
+    """Say what is wrong with the joint shards of a packed snapshot. already_read: shards to skip; this function adds
+    those that it reads."""
     try:
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
         shards = snapshot.shard_files() if snapshot.packed else {}
@@ -247,7 +245,7 @@ class _Shard:
         return Finding(path, problem, self.recipe, self.plan, self.commit.unit, records)
 
     def findings(self, replaced: Replaced, on_file_read: OnFileRead) -> Iterator[Finding]:
-        """What is wrong with the shard. replaced: this function adds the damaged keys that another shard holds."""
+        """Say what is wrong with the shard. replaced: this function adds the damaged keys that another shard holds."""
         commit = self.commit
         if commit.shard is None:
             return
@@ -273,7 +271,7 @@ class _Shard:
         return []
 
     def _to_repair(self, keys: list[bytes], replaced: Replaced) -> tuple[str, ...]:
-        """Those of some damaged keys (hex) that must be made again. Keys that another shard holds are added to
+        """List the damaged keys (hex) that must be made again. Keys that another shard holds are added to
         `replaced`."""
         needed = unreplaced_keys(self.open_index, self.commit, keys)
         name = str(self.commit.shard)
@@ -286,7 +284,7 @@ class _Shard:
 
 
 def unreplaced_keys(open_index: Callable[[], index.RecordIndex], commit: index.Commit, keys: list[bytes]) -> set[bytes]:
-    """Those of some damaged keys of a commit that no other shard has a good record for.
+    """List the damaged keys of a commit that no other shard has a good record for.
 
     Args:
         open_index: of the recipe; not called without keys.
@@ -342,8 +340,8 @@ def payload(reader: shard.ShardReader, recipe: str, name: str, row: dict[str, An
 
 
 def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[str, str]) -> Iterator[Finding]:
-    """What is wrong with a snapshot besides its head and its tables: damaged records that it refers to, shards that are
-    missing or have another size.
+    """Say what is wrong with a snapshot besides its head and its tables: damaged records that it refers to, shards that
+    are missing or have another size.
 
     Args:
         name: path of the head.
@@ -359,7 +357,7 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
         if bad := sum(map(len, referred_keys(snapshot, replaced))) if any(replaced.values()) else 0:
             if snapshot.id in named:
-                fix = f"{again(named[snapshot.id])} --move"
+                fix = bucket_command(named[snapshot.id], head)
                 yield Finding(name, f"refers to {bad} damaged records that were made again since", fix=fix)
             return
         check_files(cache.files, head)
@@ -373,16 +371,8 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[
         yield Finding(name, damage_only(error), fix=(error.fix or REPAIR) if pointing is not None else GC)
 
 
-def rebuild_command(name: str) -> str:
-    """The command that makes the data of a lost document again."""
-    folder, _, rest = name.partition("/")
-    if rest.startswith(PACKED):
-        return f"{BUCKET} --pack"
-    return {"snapshots": BUCKET, "names": BUCKET, "prompts": PROMPTS}.get(folder, ENCODE)
-
-
 def referred_keys(snapshot: Snapshot, records: Mapping[str, Collection[bytes]]) -> Iterator[np.ndarray]:
-    """Which of some records a snapshot refers to. A packed snapshot refers to none: it has copies.
+    """Find which of some records a snapshot refers to. A packed snapshot refers to none: it has copies.
 
     Args:
         records: shard -> keys.

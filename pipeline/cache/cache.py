@@ -359,12 +359,22 @@ class Cache:
         beside: tuple[str, int] | None = None,
     ) -> bool:
         """Append a plan. Returns False if another process has appended a plan with this number. beside: as in
-        `WorkPlan`."""
+        `WorkPlan`.
+
+        Raises:
+            IntegrityError: there are commits of a plan with this number, which is lost.
+        """
+        name = Paths.numbered(Paths.plans(recipe), number)
+        if index.committed(self.files, recipe, number) and not self.files.exists(name):
+            raise IntegrityError(
+                f"{self.files.where(name)}: is missing with its copy, and there are commits of its units",
+                fix=f"{layout.REPAIR}, then {layout.way_out(name)}",
+            )
         body: dict[str, Any] = {"recipe": recipe, "number": number, "table": self.put_table(table)}
         if beside is not None:
             body["beside"] = list(beside)
         body["units"] = publish(self.files, Units.table_of(units)).values()
-        return self.files.put(Paths.numbered(Paths.plans(recipe), number), layout.seal(body))
+        return self.files.put(name, layout.seal(body))
 
     def index(self, recipe: str) -> index.RecordIndex:
         """The records of a recipe. With `reuses_indexes`, the index of a recipe whose plans all have a segment is not
@@ -398,7 +408,6 @@ class Cache:
             check_snapshot_name(name)
         head.put_lists(self.files)
         check_files(self.files, head)
-        self._restore_heads(head)
         head = self._published(head, name)
         snapshot_id = head.id
         self.files.ensure(Paths.snapshot(snapshot_id), head.sealed())
@@ -432,22 +441,6 @@ class Cache:
             with suppress(IntegrityError):
                 snapshots += [Snapshot(self.files, snapshot_id)] if snapshot_id is not None else []
         return snapshots
-
-    def _restore_heads(self, head: Head) -> None:
-        """Restore lost heads of named snapshots whose content equals this head's. Parents tried: every snapshot that a
-        name points to or pointed to."""
-        names = self.snapshot_names()
-        ids = {current for name in names if (current := self.snapshot_of(name)) is not None}
-        lost = ids - {snapshot.id for snapshot in self._readable(sorted(ids))}
-        if not lost:
-            return
-        folders = [(Paths.names(name), self.files.numbers(Paths.names(name))) for name in names]
-        pointers = [Paths.numbered(folder, number) for folder, numbers in folders for number in numbers]
-        parents = {body["snapshot"] for body in self.files.documents(pointers)}
-        for parent in {None, *parents}:
-            again = replace(head, parent=head.parent or parent)
-            if again.id in lost:
-                self.files.ensure(Paths.snapshot(again.id), again.sealed())
 
     def point(self, name: str, snapshot_id: str, *, move: bool = False) -> None:
         """Let a name point to a snapshot.

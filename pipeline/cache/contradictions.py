@@ -10,9 +10,17 @@ from pathlib import PurePosixPath
 
 from pipeline.cache import copies, index, shard
 from pipeline.cache.cache import Cache, list_of
-from pipeline.cache.findings import BUCKET, ENCODE, Finding, damage_only, fix_of_head, named_snapshots, recipe_names
-from pipeline.cache.keys import Digests
-from pipeline.cache.layout import PACKED, REPAIR, Paths
+from pipeline.cache.findings import (
+    BACKUP,
+    Finding,
+    damage_only,
+    fix_of_head,
+    named_snapshots,
+    recipe_names,
+    skip_damaged,
+)
+from pipeline.cache.keys import Digests, fixed
+from pipeline.cache.layout import BUCKET, ENCODE, PACKED, Paths
 from pipeline.cache.references import owners, plan_count
 from pipeline.errors import CacheError
 
@@ -23,9 +31,9 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
     While there is a contradiction, nothing may be removed from the cache: files that a lost document referred to look
     unneeded.
 
-    A shard without a commit is harmless in two cases: its unit is committed with another shard (by a late worker, or
-    after a crash), or its bytes are no shard. If its unit is planned and not committed, or in no plan, either a
-    document was lost or the work was not finished. Joint shards are copies of records, so they do not count.
+    A shard without a commit is harmless in three cases: its unit is committed with another shard (by a late worker, or
+    after a crash), other shards have all of its records, or its bytes are no shard. Else either a document was lost or
+    the work was not finished. Joint shards are copies of records, so they do not count.
     """
     unreadable = list(_unreadable_documents(cache))
     yield from unreadable
@@ -41,17 +49,16 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
                 yield Finding(plan, "is missing, and there are commits of its units")
             continue
         if owner not in recipes:
-            yield Finding(Paths.recipe(owner), "is missing, and there are plans, commits or shards of this recipe")
+            problem = "is missing, and there are plans, commits or shards of this recipe"
+            yield Finding(Paths.recipe(owner), problem, fix=ENCODE)
         gap = list(_gap(cache, Paths.plans(owner)))
         yield from gap
         try:
-            work = Work(cache, owner)
+            yield from _work_contradictions(cache, owner)
         except CacheError as error:
             damage_only(error)
             if not (unreadable or gap):  # the document could be read a moment ago
                 raise
-            continue
-        yield from _work_contradictions(work)
 
 
 def _unreadable_documents(cache: Cache) -> Iterator[Finding]:
@@ -89,89 +96,72 @@ def _gap(cache: Cache, folder: str) -> Iterator[Finding]:
         yield Finding(folder, damage_only(error))
 
 
-class Work:
-    """Units and shards of a recipe or pack.
-
-    Attributes:
-        planned, committed: number of a plan -> its units.
-        uncommitted: paths of shards that no commit names.
+def _work_contradictions(cache: Cache, owner: str) -> Iterator[Finding]:
+    """Commits that no plan lists, and shards without a commit that are not harmless.
 
     Raises:
         CacheError: a document is damaged, or a plan is missing between others.
     """
+    files = cache.files
+    # Shards are listed before commits, and commits before plans, so that work that is published meanwhile is no
+    # contradiction.
+    shards, others = Digests(), list[str]()
+    for entry in files.walk(f"shards/{owner}"):
+        stem = PurePosixPath(entry.name).stem
+        shards.add(stem) if entry.name == Paths.shard(owner, stem) else others.append(entry.name)
+    committed, made = dict[int, Digests](), Digests()
+    for number in range(plan_count(cache, owner)):
+        for commit in index.each_commit(files, owner, number):
+            committed.setdefault(number, Digests()).add(commit.unit)
+            made.update([commit.shard] if commit.shard is not None else [])
+    planned = {plan.number: Digests(unit.unit for unit in plan.units) for plan in cache.plans(owner)}
+    for number, units in sorted(committed.items()):
+        plan = Paths.numbered(Paths.plans(owner), number)
+        if number not in planned:
+            yield Finding(plan, "is missing, and there are commits of its units", owner, number)
+        elif (unit := next((unit for unit in units if unit not in planned[number]), None)) is not None:
+            yield Finding(plan, f"does not list unit {unit}, which is committed", owner, number, unit, fix=BACKUP)
+    uncommitted = [name for name in others if PurePosixPath(name).stem not in made]
+    uncommitted += [Paths.shard(owner, name) for name in shards if name not in made]
+    if uncommitted:
+        yield from _uncommitted(cache, owner, uncommitted, planned, committed)
 
-    def __init__(self, cache: Cache, owner: str):
-        self.cache, self.owner, files = cache, owner, cache.files
-        # Shards are listed before commits, and commits before plans, so that work that is published meanwhile is no
-        # contradiction.
-        shards, others = Digests(), list[str]()
-        for entry in files.walk(f"shards/{owner}"):
-            stem = PurePosixPath(entry.name).stem
-            shards.add(stem) if entry.name == Paths.shard(owner, stem) else others.append(entry.name)
-        self.committed, made = dict[int, Digests](), Digests()
-        for number in range(plan_count(cache, owner)):
-            for commit in index.each_commit(files, owner, number):
-                self.committed.setdefault(number, Digests()).add(commit.unit)
-                made.update([commit.shard] if commit.shard is not None else [])
-        self.planned = {plan.number: Digests(unit.unit for unit in plan.units) for plan in cache.plans(owner)}
-        self.uncommitted = [name for name in others if PurePosixPath(name).stem not in made]
-        self.uncommitted += [Paths.shard(owner, name) for name in shards if name not in made]
 
-    def unlisted(self, number: int) -> str | None:
-        """A committed unit of a plan that the plan does not list; None if there is none."""
-        return next((unit for unit in self.committed.get(number, ()) if unit not in self.planned[number]), None)
+def _uncommitted(
+    cache: Cache, owner: str, paths: list[str], planned: dict[int, Digests], committed: dict[int, Digests]
+) -> Iterator[Finding]:
+    """Shards without a commit that are not harmless.
 
-    def unit_of(self, path: str) -> tuple[str, int | None] | None:
-        """The unit of a shard that no commit names, and the number of the plan that lists it.
+    Args:
+        planned, committed: number of a plan -> its units.
+    """
 
-        Returns:
-            None if the shard is harmless: its unit is committed with another shard, or its bytes are no shard.
+    def is_listed(unit: str, by: dict[int, Digests]) -> bool:
+        return any(unit in units for units in by.values())
 
-        Raises:
-            CacheError: the shard cannot be read.
-        """
+    for path in paths:
         try:
-            named = shard.read_head(self.cache.files, path)["unit"]
+            named, digest = shard.read_head(cache.files, path)["unit"], PurePosixPath(path).stem
         except (shard.NotAShardError, FileNotFoundError):
-            return None
-        unit = index.unit_of(
-            self.owner,
-            PurePosixPath(path).stem,
-            named,
-            lambda unit: self._plan_of(unit) is not None or self._is_committed(unit),
-        )
-        number = self._plan_of(unit)
-        if self._is_committed(unit):
-            return None
-        if number is not None and unit in index.committed(self.cache.files, self.owner, number):  # meanwhile
-            return None
-        return unit, number
-
-    def _plan_of(self, unit: str) -> int | None:
-        return next((number for number, units in reversed(self.planned.items()) if unit in units), None)
-
-    def _is_committed(self, unit: str) -> bool:
-        return any(unit in units for units in self.committed.values())
-
-
-def _work_contradictions(work: Work) -> Iterator[Finding]:
-    """Commits that no plan lists, and shards without a commit that are not harmless."""
-    for number in sorted(work.committed):
-        plan = Paths.numbered(Paths.plans(work.owner), number)
-        if number not in work.planned:
-            yield Finding(plan, "is missing, and there are commits of its units", work.owner, number)
-        elif (unit := work.unlisted(number)) is not None:
-            yield Finding(plan, f"does not list unit {unit}, which is committed", work.owner, number, unit)
-    for path in work.uncommitted:
-        try:
-            needed = work.unit_of(path)
+            continue
         except CacheError as error:
             fix = "check the disk; if the file stays unreadable, remove it: no commit refers to it"
             yield Finding(path, damage_only(error), fix=fix)
             continue
-        if needed is not None and needed[1] is not None:
-            problem = "is not committed: encode was stopped there, or its commit was lost"
-            yield Finding(path, f"unit {needed[0]} of this shard {problem}", fix=f"{ENCODE}, or {REPAIR}")
-        elif needed is not None:
-            problem = "is in no plan: bucket was stopped at another cache, or a plan was lost"
-            yield Finding(path, f"unit {needed[0]} of this shard {problem}", fix=f"{BUCKET}, or {REPAIR}")
+        adopted = index.adopted_unit(owner, digest)  # its unit here, if it is another cache's
+        unit = adopted if is_listed(adopted, planned) or is_listed(adopted, committed) else named
+        plans = [number for number, units in planned.items() if unit in units]
+        meanwhile = (unit in index.committed(cache.files, owner, number) for number in plans)
+        if is_listed(unit, committed) or any(meanwhile) or (not plans and _is_spare(cache, owner, path)):
+            continue
+        problem = "is not committed" if plans else "is in no plan, and other shards lack records of it"
+        because = f"encode or bucket was stopped there, or a {'commit' if plans else 'plan'} was lost"
+        yield Finding(path, f"unit {unit} of this shard {problem}: {because}", fix=f"{ENCODE}, or {BUCKET} as before")
+
+
+def _is_spare(cache: Cache, owner: str, path: str) -> bool:
+    """Whether other shards have every record of a shard."""
+    with skip_damaged():
+        keys = fixed(shard.read_table(cache.files, path).column("key"))
+        return bool(cache.index(owner).present(keys).all())
+    return False

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pipeline.cache.cache import Cache
+from pipeline.cache.cache import MOVING, Cache
 from pipeline.cache.disk import raise_if_of_machine
-from pipeline.cache.layout import PACKED, REPAIR, Paths
+from pipeline.cache.layout import BUCKET, PACKED, REPAIR, Paths
+from pipeline.cache.snapshot import Head
+from pipeline.config import setting
 from pipeline.errors import AwayError, CacheError, NoSpaceError, ResourceError
 
-ENCODE, BUCKET, BACKUP = "sana-pipe encode --data DIR", "sana-pipe bucket", "restore it from a backup of the cache"
+BACKUP = "restore it from a backup of the cache"
 GC = "sana-pipe gc --yes"
-PROMPTS = "sana-pipe encode --prompts FILE"
 
 Replaced = dict[str, set[bytes]]
 """Shard -> keys of its damaged records that another shard holds intact."""
@@ -40,7 +41,7 @@ class Finding:
 
 
 def damage_only(error: CacheError | OSError) -> str:
-    """What is wrong with a file, as an error of reading it says.
+    """Say what is wrong with a file, as an error of reading it says.
 
     Raises:
         AwayError, NoSpaceError, ResourceError: `error` is one, or says the same: it says nothing about the file.
@@ -64,19 +65,45 @@ def recipe_names(cache: Cache) -> list[str]:
     return [name.removesuffix(".json") for name in cache.files.names("recipes") if name.endswith(".json")]
 
 
-def again(name: str) -> str:
-    """The command that writes lists and chunks of a snapshot again. name: points to it."""
-    return f"sana-pipe bucket --again {name}"
-
-
-def fix_of_head(name: str) -> str:
-    """What to do about a lost head of a snapshot, which said how it was made. `latest` moves to any snapshot.
+def bucket_command(name: str, head: Head) -> str:
+    """The command that makes a snapshot again, and lets the name point to what comes out of it.
 
     Args:
         name: points to it.
     """
-    without = f"{BUCKET} with the settings that it was made with; to do without it: sana-pipe forget --snapshot {name}"
-    return BUCKET if name == "latest" else without
+    if head.folder is not None:
+        named = "--latest" if name == "latest" else f"--name {name} --move"
+        return f"{BUCKET} --pack --snapshot {head.parent} {named}"
+    made = name.removesuffix(".heldout").removesuffix(".packed")  # a held-out part is made with the other
+    named = "" if made == "latest" else f" --name {made} --move"
+    options = ((section, values) for section, values in sorted((head.options or {}).items()))
+    settings = (setting(f"{section}.{key}", value) for section, values in options for key, value in values.items())
+    return " ".join([BUCKET + named, *settings])
+
+
+def fix_of_head(name: str) -> str:
+    """Return what to do about a lost head of a snapshot, which said how it was made. `latest` moves to any snapshot.
+
+    Args:
+        name: points to it.
+    """
+    if name in MOVING:
+        return BUCKET
+    again = f"{BUCKET} --name {name.removesuffix('.heldout')} --move, with the settings that it was made with"
+    return f"{again}; to do without it: sana-pipe forget --snapshot {name}"
+
+
+def fix_of_snapshot(cache: Cache, snapshot: str, name: str | None) -> str:
+    """What to do about a snapshot that lacks files.
+
+    Args:
+        name: points to it; None: no name does.
+    """
+    if name is None:
+        return GC
+    with skip_damaged():
+        return bucket_command(name, Head.read(cache.files, snapshot))
+    return fix_of_head(name)
 
 
 def packs(cache: Cache) -> list[str]:

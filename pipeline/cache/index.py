@@ -140,17 +140,6 @@ def adopted_unit(recipe: str, shard: str) -> str:
     return layout.digest("adopted", recipe, shard).hex()
 
 
-def unit_of(recipe: str, shard: str, named: str, is_known: Callable[[str], bool]) -> str:
-    """The id that the unit of a shard has in this cache.
-
-    Args:
-        named: by the shard's head; of an adopted shard that is its unit in the other cache.
-        is_known: whether a unit is planned or committed here.
-    """
-    adopted = adopted_unit(recipe, shard)
-    return adopted if is_known(adopted) else named
-
-
 def committed(files: Files, recipe: str, plan: int) -> set[str]:
     """The committed units of a plan."""
     if files.exists(Paths.segment(recipe, plan)):
@@ -265,7 +254,7 @@ def missing_shards(files: Files, folder: str, shards: Sequence[str], sizes: Sequ
 
 @dataclass(frozen=True)
 class _CommittedPlan:
-    """What an index needs of a plan's commits; with their provenance they would be several times as large.
+    """The part of a plan's commits that an index needs; with their provenance they would be several times as large.
 
     Attributes:
         shards: columns of their names. bytes: (n,) int64 of each.
@@ -421,7 +410,7 @@ class RecordIndex:
         return present
 
     def has(self, key: bytes) -> bool:
-        """Whether a record exists in a shard that is not lost."""
+        """Return whether a record exists in a shard that is not lost."""
         return bool(self.present(as_keys([key]))[0])
 
 

@@ -12,8 +12,8 @@ from pathlib import PurePosixPath
 
 from pipeline.cache import index
 from pipeline.cache.cache import FORGOTTEN, Cache
-from pipeline.cache.findings import ENCODE, GC, PROMPTS, again, named_snapshots, skip_damaged
-from pipeline.cache.layout import REPAIR, Paths, is_document, numbers_of
+from pipeline.cache.findings import fix_of_snapshot, named_snapshots, skip_damaged
+from pipeline.cache.layout import ENCODE, PROMPTS, REPAIR, Paths, is_document, numbers_of
 from pipeline.cache.snapshot import Head
 
 
@@ -42,7 +42,8 @@ def references(cache: Cache) -> Iterator[Reference]:
     heads = filter(is_document, (f"snapshots/{name}" for name in cache.files.names("snapshots")))
     for pointing, name in sorted((named.get(PurePosixPath(name).stem, ""), name) for name in heads):
         yield Reference(name, _scans_of_head(cache, name), stored=0)  # only reports read them
-        yield Reference(name, _files_of_head(cache, name), fix=again(pointing) if pointing else GC)
+        fix = fix_of_snapshot(cache, PurePosixPath(name).stem, pointing or None)
+        yield Reference(name, _files_of_head(cache, name), fix=fix)
     for source in cache.sources():
         yield from _versions(cache, Paths.scans(source), "table.parquet", ENCODE, REPAIR)
     for set_name in cache.files.folders("prompts"):

@@ -12,17 +12,16 @@ from contextlib import suppress
 from functools import cache as run_once
 from functools import cached_property, partial
 from pathlib import PurePosixPath
-from typing import Any
 
 import pyarrow as pa
 
 from pipeline.cache import audit, index, shard
 from pipeline.cache.adopt import bring
-from pipeline.cache.cache import Cache, Unit, WorkPlan
-from pipeline.cache.findings import ENCODE, Finding, Replaced
+from pipeline.cache.cache import Cache, Unit
+from pipeline.cache.findings import BACKUP, Finding, Replaced
 from pipeline.cache.keys import as_keys
 from pipeline.cache.layout import Paths
-from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe
+from pipeline.cache.recipes import Recipe
 from pipeline.config import Config
 from pipeline.encoding import plan as planning
 from pipeline.encoding import unit_records
@@ -109,7 +108,7 @@ class Repairs:
         assert commit.shard is not None
         damaged = set(audit.bad_records(cache, recipe.name, commit))
         unreplaced = audit.unreplaced_keys(open_index, commit, sorted(damaged))
-        rows = self.rows(recipe, plan, unit, commit, damaged)
+        rows = planning.with_current_places(cache, cache.unit_rows(plan, unit))
         self._open_sources(rows, f", or {BRING}" if adopted else "")
         made: dict[bytes, unit_records.EncodedRecord] = {}
         for batch, rejects in self.encoder.remake(plan, unit, commit, damaged, rows):
@@ -118,7 +117,7 @@ class Repairs:
             if lost:
                 return f"failed: {lost[0].item}: {lost[0].reason}"
         if unmade := len(unreplaced - made.keys()):
-            return f"failed: no plan and no source's last scan has {unmade} of its records; {ENCODE} makes those of DIR"
+            return f"failed: its plan lacks {unmade} of its records; {BACKUP}"
         if damaged <= made.keys() and _restored(cache, recipe, unit, commit, {key: made[key] for key in damaged}):
             replaced.pop(commit.shard, None)
             return "restored"
@@ -128,32 +127,6 @@ class Repairs:
             _replace(cache, recipe, rows, unit, commit, unreplaced, made, self.encoder.limits)
         replaced[commit.shard] = damaged
         return "replaced"
-
-    def rows(self, recipe: Recipe, plan: WorkPlan, unit: Unit, commit: index.Commit, damaged: set[bytes]) -> pa.Table:
-        """The rows of a plan for a unit, with the places where its pictures are now. If the plan was lost and does not
-        have those of the damaged records, they are made from the captions in the shard and from the last scans."""
-        cache, rows = self.cache, planning.with_current_places(self.cache, self.cache.unit_rows(plan, unit))
-        missing = damaged - {*rows.column("key").to_pylist()}
-        if not missing:
-            return rows
-        parts = [] if not len(rows) else [rows]
-
-        def add(work: pa.Table) -> None:
-            parts.append(work)
-            missing.difference_update(work.column("key").to_pylist())
-
-        if isinstance(recipe, CaptionRecipe):
-            add(_captions(cache, recipe, commit, missing))
-        for source in cache.sources():
-            scan = cache.last_scan(source)
-            if scan is None or scan["recipes"].get(recipe.kind) != recipe.name or not missing:
-                continue
-            table, only = cache.table(scan["table"]), [key.hex() for key in missing]
-            if isinstance(recipe, CaptionRecipe):
-                add(planning.caption_work(table, recipe, only=only))
-            elif isinstance(recipe, PictureRecipe):
-                add(planning.image_work(table, source, recipe, [(h, w) for h, w in scan["buckets"]], only=only))
-        return pa.concat_tables(parts) if parts else rows
 
     def _open_sources(self, rows: pa.Table, or_else: str) -> None:
         names = rows.column("source").unique().to_pylist() if "source" in rows.column_names else []
@@ -195,20 +168,6 @@ def _restored(
             writer.add(row["key"], array, caption=caption, valid=row.get("valid"), stored=stored)
         digest, _, _ = writer.finish(only=commit.shard)
     return digest == commit.shard
-
-
-def _captions(cache: Cache, recipe: CaptionRecipe, commit: index.Commit, keys: set[bytes]) -> pa.Table:
-    """Rows of a plan for some records of a shard, from the captions in the shard that are intact."""
-    reader, rows = shard.ShardReader(cache.files, recipe.name), list[dict[str, Any]]()
-    assert commit.shard is not None
-    for row in audit.record_rows(cache, commit):
-        if row["key"] not in keys:
-            continue
-        where = (row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
-        with suppress(IntegrityError, FileNotFoundError):
-            is_null = row["key"] == recipe.null_key
-            rows.append({"key": row["key"], "caption": None if is_null else reader.caption(commit.shard, *where)})
-    return pa.Table.from_pylist(rows, schema=planning.CAPTIONS)
 
 
 def _replace(

@@ -320,7 +320,7 @@ FP32_RESIDUAL = True
 
 
 def numerics(train: TrainConfig) -> Numerics:
-    """Those of a training by `train.recipe`. Its residual is in fp32, as under NVlabs' autocast."""
+    """Return the numerics of `train.recipe`. The residual is in fp32, as under NVlabs' autocast."""
     epsilons = {"cross_norm_eps": 1e-6, "attention_eps": 1e-8} if train.recipe == "nvlabs" else {}
     return Numerics(fp32_residual=FP32_RESIDUAL, **epsilons)
 

@@ -26,7 +26,7 @@ STORED = {"bf16_pure": torch.bfloat16}
 
 
 def stored_dtype(parameter: nn.Parameter, precision: str) -> torch.dtype:
-    """Of a parameter that is trained, or of a frozen one: that of the computation."""
+    """Return the dtype of a trained parameter, or of a frozen one: that of the computation."""
     return STORED.get(precision, torch.float32) if parameter.requires_grad else COMPUTE[precision]
 
 

@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Of the mesh, in the order of `DIMS`."""
+        """Return the sizes of the mesh, in the order of `DIMS`."""
         return self.pp, self.dp_replicate, self.dp_shard, self.tp
 
 
@@ -198,8 +198,8 @@ def open_mesh(
 
 
 def agreed_device(launch: Launch, patience_s: float, resolve: Callable[[], torch.device]) -> torch.device:
-    """This process's device. An error of one process, or a GPU in some processes and the CPU in others, is raised on
-    all of them, before any of them waits in a process group.
+    """Return this process's device. An error of one process, or a GPU in some processes and the CPU in others, is
+    raised on all of them, before any of them waits in a process group.
 
     Args:
         launch: of `reopening`.

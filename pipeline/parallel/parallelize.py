@@ -39,7 +39,7 @@ _ByGroups = dict[tuple[ProcessGroup, ...], list[Tensor]]
 
 
 class Model(Protocol):
-    """What `parallelize` needs of a model: its blocks in order, the role of each submodule of a block under tensor
+    """A model as `parallelize` needs it: its blocks in order, the role of each submodule of a block under tensor
     parallelism (`tensor_parallel`), blocks [start, stop) as a separate module (`pipeline_parallel.Stage`)."""
 
     @property
@@ -126,7 +126,7 @@ class ParallelModel:
         data_parallel.reshard(self.module)
 
     def update_in_backward(self, update: Callable[[nn.Parameter], None]) -> None:
-        """From now on call `update` for each parameter within the backward pass, as soon as its gradient is complete,
+        """Call `update` from now on for each parameter within the backward pass, as soon as its gradient is complete,
         and free the gradient afterwards. Requires one microbatch per step."""
         self._freed_norms = {}
 
@@ -175,7 +175,7 @@ class PipelineParallelModel(ParallelModel):
         self.pipeline = pipeline
 
     def forward_backward(self, microbatches: Iterable[Microbatch], loss: Loss, samples: int) -> list[Tensor]:
-        """As `ParallelModel.forward_backward`, for microbatches of one shape; all of them are on the device at once."""
+        """Compute `ParallelModel.forward_backward` for microbatches of one shape, all of them on the device at once."""
         return self.pipeline.forward_backward(microbatches, loss, samples)
 
     def losses(self, microbatches: Iterable[Microbatch], loss: Loss) -> list[Tensor]:

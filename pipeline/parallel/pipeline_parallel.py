@@ -34,7 +34,7 @@ Hidden = tuple[Tensor, ...]
 
 
 class Stage(Protocol):
-    """What a slice of a model must provide; see `pipeline.models.sana_stage.SanaStage`."""
+    """A slice of a model; see `pipeline.models.sana_stage.SanaStage`."""
 
     @property
     def blocks(self) -> list[nn.Module]: ...
@@ -57,7 +57,7 @@ def stage_ranges(blocks: int, stages: int) -> list[range]:
 
 
 def build_stage(model: nn.Module, blocks: int, mesh: DeviceMesh) -> nn.Module:
-    """This process's stage of `model`, sharing its parameters; `model` itself if the pipeline has one process."""
+    """Build this process's stage of `model`, sharing its parameters; `model` itself if the pipeline has one process."""
     if mesh.size() == 1:
         return model
     mine = stage_ranges(blocks, mesh.size())[mesh.get_local_rank()]
@@ -99,7 +99,7 @@ def check(blocks: int, shares: Mapping[str, int], microbatch: int, size: int) ->
 
 
 def _fits(size: int, share: int, microbatch: int) -> bool:
-    """Whether `size` processes take `share` samples in microbatches of this size."""
+    """Return whether `size` processes take `share` samples in microbatches of this size."""
     count, rest = divmod(share, microbatch)
     return not rest and count >= size
 

@@ -51,7 +51,7 @@ _ONE_GROUP = threading.Lock()
 
 @dataclass(frozen=True)
 class Shape:
-    """What a process computes in a step.
+    """The shapes that a process computes in a step.
 
     Attributes:
         height, width: of the latents.
@@ -73,7 +73,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Traced:
-    """Of a step of one process.
+    """The trace of a step of one process.
 
     Attributes:
         peak: bytes of the device by kind, at the moment of the step that has the most. host: bytes in host memory.
@@ -112,7 +112,7 @@ class Traced:
 
 
 def _trained_alike(architecture: ModelSpec, train: TrainConfig) -> bool:
-    """Whether the same parameters of every block are trained."""
+    """Return whether the same parameters of every block are trained."""
     adapter = adapter_of(train, architecture, start=False)
     if adapter is None:
         return True

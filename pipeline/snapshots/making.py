@@ -14,18 +14,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pydantic import ValidationError
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.cache import Cache
-from pipeline.cache.snapshot import Head, HeldOut, Policies
-from pipeline.config import BalanceConfig, BucketConfig, Config, DataConfig, SourceConfig, setting
-from pipeline.errors import CacheError, IntegrityError
+from pipeline.cache.snapshot import HeldOut, Policies
+from pipeline.config import BalanceConfig, Config, SourceConfig, setting
+from pipeline.errors import CacheError
 from pipeline.signals.phash import ANEW, HashRecipe
 from pipeline.snapshots import balance, near_samples, selection
 from pipeline.snapshots.duplicates import Duplicates, Named, unused
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.inputs import Inputs, Scan, read_inputs
+from pipeline.snapshots.inputs import Inputs
 from pipeline.snapshots.join import Assembled, Frame, Joined, assemble, folder_repeats, join, usable, without_policy
 from pipeline.snapshots.near import Report
 
@@ -57,39 +55,11 @@ def make(config: Config, inputs: Inputs, comparing: Comparing) -> tuple[Made, Ma
     return _Maker(config, inputs, comparing).make()
 
 
-def made_again(config: Config, cache: Cache, head: Head, comparing: Comparing) -> Head:
-    """The head of a snapshot from its scans, with the options that it was made with; writes its chunks.
-
-    Raises:
-        IntegrityError: a scan is lost, or this version does not have one of the options.
-    """
-    options = head.options or {}
-    try:
-        bucket = BucketConfig.model_validate(options.get("bucket", {}))
-        data = DataConfig.model_validate({**config.data.model_dump(), **options.get("data", {})})
-    except ValidationError as error:
-        values = [f"{'.'.join(map(str, each['loc']))} = {each['input']}" for each in error.errors()]
-        raise IntegrityError(f"this version does not have its option {', '.join(values)}") from None
-    compares = (bucket.dedup == "near" or bucket.heldout) and HashRecipe.kind in head.recipes
-    if compares and not near_samples.has_hashes(head.recipes_by_kind.values()):
-        raise IntegrityError("it has compared hashes of an earlier version, which this one does not compare")
-    used = {source: setting for source, setting in bucket.sources.items() if source in head.sources}
-    bucket = bucket.model_copy(update={"sources": used})
-    config = config.model_copy(update={"bucket": bucket, "data": data})
-    recipes = {kind: recipe.name for kind, recipe in head.recipes_by_kind.items()}
-    scans = {source: Scan(cache, table, recipes) for source, table in sorted(head.sources.items())}
-    made, heldout = _Maker(config, read_inputs(config, [cache], scans), comparing, again=True).make()
-    side = head.policies.heldout
-    assembled = (heldout or made).assembled if side is not None and side.side == "heldout" else made.assembled
-    return replace(assembled.written(cache.files), options=head.options)
-
-
 class _Maker:
     """Attributes: joined: the usable items of the sources, filtered, at all resolutions; earlier: the snapshot that the
-    new one grows from; again: it was made before, with all that is said of its options."""
+    new one grows from."""
 
-    def __init__(self, config: Config, inputs: Inputs, comparing: Comparing, again: bool = False):
-        self.again = again
+    def __init__(self, config: Config, inputs: Inputs, comparing: Comparing):
         self.config, self.settings, self.inputs, self.comparing = config, config.bucket, inputs, comparing
         cache = inputs.caches[0]
         self.joined = Joined(scratch=cache.files.scratch)
@@ -166,7 +136,7 @@ class _Maker:
         names = Named.of(settings.dedup_keep, self.inputs.scans)
         kept, pictures = names.rows(joined, frame) if settings.dedup_keep else (None, {})
         missing = [name for name in settings.dedup_keep if name not in pictures]
-        if missing and not self.again:
+        if missing:
             names.check(missing, {source: scan.cache.table(scan.table) for source, scan in self.inputs.scans.items()})
         listed.append(Duplicates(settings.dedup, joined, frame, flat, pictures.values()))
         result = selection.deduplicated(
@@ -256,7 +226,8 @@ class _Maker:
         return Made(assembled, joined, frame)
 
     def _leaked(self, frame: Frame) -> dict[str, int]:
-        """Of the held-out snapshot that the configuration names, the samples that look like one of the training."""
+        """List, of the held-out snapshot that the configuration names, the samples that look like one of the
+        training."""
         validation, inputs = self.config.train.validation, self.inputs
         named = None if validation is None else validation.snapshot
         if named is None or HashRecipe.kind not in inputs.records.indexes:

@@ -298,10 +298,3 @@ def restored(cache: Cache, name: str) -> bool:
         raise CacheError(f"{cache.files.where(name)}: its plan is gone", fix="sana-pipe bucket --pack")
     plan = cache.plan(folder, 0)
     return Packer(cache, Snapshot(cache.files, source_of(cache, plan)), plan).restore(digest)
-
-
-def made_again(cache: Cache, head: Head) -> Head:
-    """The head of a packed snapshot, from its plan and the snapshot that it is made from."""
-    packed, source = head.policies.packed, head.parent
-    assert head.folder is not None and packed is not None and source is not None
-    return assembled(cache, Snapshot(cache.files, source), cache.plan(head.folder, 0), packed.window)

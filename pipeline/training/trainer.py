@@ -110,7 +110,7 @@ def fit(
 
 
 def _not_looked_at(context: Context) -> list[str]:
-    """What the run lacks after its last step: a signal ended it before."""
+    """Return what the run lacks after its last step: a signal ended it before."""
     validation, task = context.train.validation, context.task
     snapshot, validated = None if validation is None else validation.snapshot, task.validation is not None
     drawn = task.pictures is not None

@@ -113,8 +113,8 @@ class Validation:
         return dict(zip(totals, joined / context.layout.model_parallel_size, strict=True))
 
     def _contrasting(self, batch: Batch, losses: Tensor) -> list[Tensor]:
-        """What the recipe's contrast adds to the losses (n,) of the samples that count, and which of them have another
-        one in the microbatch: (1, n) each. None without a contrast."""
+        """Return what the recipe's contrast adds to the losses (n,) of the samples that count, and which of them have
+        another one in the microbatch: (1, n) each. None without a contrast."""
         if self._contrast is None:
             return []
         step, other = self.run.step, self.run.trainable.recipe.contrasted(batch)
@@ -124,7 +124,7 @@ class Validation:
         return [added * compared, compared]
 
     def _groups(self, ids: Sequence[int]) -> Tensor:
-        """Which samples are in which group, bool (groups, n)."""
+        """Find which samples are in which group, bool (groups, n)."""
         old = self.run.context.task.old_samples
         if old is None:
             return torch.ones(1, len(ids), dtype=torch.bool)
@@ -165,7 +165,7 @@ class Validation:
 
 
 def is_due(run: TrainingRun, step: int, every: int, is_done: Callable[[], bool]) -> bool:
-    """Whether something is done now that is done before the first step, every `every` steps and after the last,
+    """Return whether something is done now that is done before the first step, every `every` steps and after the last,
     unless the run is to end, or an attempt before a resume has done it (`is_done`, on the first process)."""
     if run.step.stop_wanted or (step % every and step != run.context.train.steps):
         return False

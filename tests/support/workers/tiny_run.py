@@ -187,26 +187,29 @@ def task(
     snapshot: str = "5eed",
     touch: Callable[[int], Batch | None] | None = None,
     delay: float = 0.0,
+    phase: int = 0,
+    old: bool = False,
 ) -> TrainingTask:
-    """What `fit` needs. `touch(step)` may return another batch for a step, or do something at that step."""
+    """What `fit` needs. `touch(step)` may return another batch for a step, or do something at that step. old: some of
+    the held-out samples are old."""
     train = settings.train
 
     def loader(layout: Layout, start: int, stop: int) -> Iterator[tuple[list[Batch], LoaderState]]:
         for step in range(start, stop):
             batch = (touch(step) if touch else None) or global_batch(step, train.seed)
             time.sleep(delay)
-            state = LoaderState(snapshot, train.seed, train.phase or 0, step + 1, train.length_window)
+            state = LoaderState(snapshot, train.seed, phase, step + 1, train.length_window)
             yield microbatches(batch, train.microbatch, rank, world), state
 
     return TrainingTask(
-        LoaderState(snapshot, train.seed, train.phase or 0, 0, train.length_window),
+        LoaderState(snapshot, train.seed, phase, 0, train.length_window),
         CHANNELS,
         TEXT_WIDTH,
         8,
         loader,
         {f"{height * 8}x{width * 8}": GLOBAL_BATCH for height, width, _ in SHAPES},
         validation=None if train.validation is None else lambda layout: HeldOut(settings, rank, world),
-        old_samples=None if train.validation is None or train.validation.old is None else np.array(OLD, np.uint64),
+        old_samples=np.array(OLD, np.uint64) if old else None,
         pictures=None if train.pictures is None else prompts(settings),
     )
 
