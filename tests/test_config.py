@@ -48,7 +48,6 @@ def refusal(folder: Path, text: str, *overrides: str) -> str:
 def test_minimal_file_takes_the_defaults(tmp_path: Path) -> None:
     config = load(write(tmp_path, MINIMAL))
     assert config.vae.id == "some/vae"
-    assert config.vae.subfolder == "vae"
     assert config.train.optim.lr == 1e-4
     assert config.data.buckets == "sana"
 
@@ -93,8 +92,8 @@ def test_an_unknown_key_of_a_large_section_names_the_command_that_lists_it(tmp_p
 
 
 def test_unknown_key_inside_an_optional_section(tmp_path: Path) -> None:
-    message = refusal(tmp_path, MINIMAL.replace("{id: some/model}", "{id: some/model, subfoldr: x}"))
-    assert "unknown key 'model.weights.subfoldr'; did you mean 'model.weights.subfolder'?" in message
+    message = refusal(tmp_path, MINIMAL.replace("{id: some/model}", "{id: some/model, revisoin: x}"))
+    assert "unknown key 'model.weights.revisoin'; did you mean 'model.weights.revision'?" in message
 
 
 @pytest.mark.parametrize(
@@ -425,7 +424,7 @@ def test_search_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_shipped_configuration_loads_and_says_what_it_is_for() -> None:
     released = {"sana_1600m_1024", "sana_1600m_1024_lora", "sana_600m_512", "sana15_1600m_1024", "sana15_4800m_1024"}
-    released |= {"controlnet_24gb", "controlnet_80gb"}
+    released |= {"controlnet_24gb", "controlnet_80gb", "sana_600m_512_scratch"}
     assert {p.stem for p in shipped()} == {*released, "tiny"}
     for path in shipped():
         load(path)
@@ -638,10 +637,9 @@ TREES = st.recursive(
 
 
 def test_weights_may_be_a_folder_alone(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    for weights, subfolder in ((tmp_path, None), ("OWNER/NAME", "transformer")):
+    for weights in (tmp_path, "OWNER/NAME"):
         start = load("sana_1600m_1024", [f"model.weights={weights}"]).model.weights
-        assert start is not None and (start.id, start.subfolder, start.variant) == (str(weights), subfolder, None)
+        assert start is not None and (start.id, start.revision, start.variant) == (str(weights), None, None)
     with pytest.raises(ConfigError, match=r"--set model\.arch=null"):
         load("tiny", ["model.weights=OWNER/NAME"])
     assert load("tiny", ["model.weights=OWNER/NAME", "model.arch=null"]).model.arch is None

@@ -112,7 +112,7 @@ def settings_of(folder: Path, start: Path, optimizer: str, precision: str, **mor
     }
     options = {"recipe": "nvlabs", "microbatch": 8, "save_every": STEPS, "async_save": False, **more}
     settings = tiny_run.config(folder, steps=STEPS, precision=precision, optim=optim, **options)
-    return settings.model_copy(update={"model": ModelConfig(weights=StartWeights(id=str(start), subfolder=None))})
+    return settings.model_copy(update={"model": ModelConfig(weights=StartWeights(id=str(start)))})
 
 
 def trained(settings: Any) -> tuple[list[float], nvlabs.Weights]:

@@ -4,7 +4,8 @@
 which takes effect after the step in flight (on a GPU after one more). What all processes must decide alike (what to
 resume, when to stop) derives from one value that all of them have.
 A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*`, and, where
-used, `prediction.json`, `pictures/`, `profile/`, `from.json` (`--from`), and `lock.json` while a training uses it.
+used, `prediction.json`, `pictures/`, `profile/`, `from.json` (`--from`), and `lock.json` while a training uses it; the
+stage adds `summary.json` at the end.
 """
 
 from __future__ import annotations
