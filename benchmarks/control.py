@@ -104,7 +104,7 @@ def bytes_read(config: Config, snapshot: str) -> int:
         return real(self, *given, **more)
 
     settings: dict[str, Any] = {"seed": 0, "phase": 0, "rank": 0, "world": 1, "microbatch": 12, "caption_drop": 0.0}
-    reading: dict[str, Any] = {"null_mask": "bos", "prefetch": 0, "threads": 1, "stop_step": 4}
+    reading: dict[str, Any] = {"prefetch": 0, "threads": 1, "stop_step": 4}
     ShardReader.read_batch = counted  # type: ignore
     try:
         for _ in Loader(Cache.of(config).open_snapshot(snapshot), LoaderSettings(**settings, **reading)):

@@ -166,7 +166,6 @@ def ours(cache: Cache, verify: bool, threads: int, text: Literal["padded", "pack
             world=1,
             microbatch=BATCH,
             caption_drop=0.0,
-            null_mask="bos",
             prefetch=None if threads else 0,
             threads=max(threads, 1),
             verify=verify,

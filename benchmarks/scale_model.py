@@ -312,7 +312,6 @@ def reading(
         world=gpus,
         microbatch=train.microbatch,
         caption_drop=train.caption_drop,
-        null_mask=train.null_mask,
         text=train.text or "padded",
         prefetch=None,
         threads=THREADS,

@@ -139,7 +139,6 @@ def measure(root: Path, start: int) -> dict[str, float]:
             world=1,
             microbatch=BATCH,
             caption_drop=0.1,
-            null_mask="bos",
             prefetch=0,
             threads=1,
             start_step=start,

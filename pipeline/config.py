@@ -762,10 +762,7 @@ class TrainConfig(_Section):
     """Store saved tensors in 8 bits, 128 values with one scale: the inputs of blocks that recompute, the saved tensors
     of Linear and convolution layers of the others. Not with `selective`."""
     caption_drop: Share = 0.1
-    """Share of samples that are trained with the empty caption."""
-    null_mask: Literal["caption", "bos"] = "caption"
-    """Attention mask of a dropped caption. caption: the mask of the caption it replaces, as NVlabs train. bos: the one
-    valid row of the empty caption, as `SanaPipeline` samples."""
+    """Share of samples that are trained with the empty caption, under the mask of their caption, as NVlabs train."""
     flow: FlowConfig = FlowConfig()
     """Flow matching."""
     optim: OptimConfig = OptimConfig()

@@ -39,7 +39,6 @@ def load(cache: Path, steps: int = 6, **options: object) -> list[tuple[list[Batc
         "world": 1,
         "microbatch": 12,
         "caption_drop": 0.1,
-        "null_mask": "bos",
         "prefetch": 0,
         "threads": 2,
         "stop_step": steps,
@@ -59,15 +58,13 @@ def joined(parts: list[list[Batch]]) -> list[torch.Tensor]:
 # ---------------------------------------------------------------- order
 
 
-@pytest.mark.parametrize("null_mask", ["bos", "caption"])
-def test_every_topology_gives_the_same_sequence(small_cache: Path, null_mask: str) -> None:
-    truth = [(joined([batches]), state) for batches, state in load(small_cache, null_mask=null_mask)]
+def test_every_topology_gives_the_same_sequence(small_cache: Path) -> None:
+    truth = [(joined([batches]), state) for batches, state in load(small_cache)]
     for world in (1, 2, 3, 4, 6, 12):
         for prefetch, threads, microbatch in ((0, 1, 12), (1, 2, 3), (5, 5, 5)):
             ranks = [
                 load(
                     small_cache,
-                    null_mask=null_mask,
                     rank=rank,
                     world=world,
                     prefetch=prefetch,
@@ -148,20 +145,16 @@ def test_caption_drop_shows_the_null_record(small_cache: Path) -> None:
         loader_settings(),
     ).null
     retained = load(small_cache, caption_drop=0.0)
-    for mode in ("bos", "caption"):
-        for (with_captions, _), (dropped, _) in zip(
-            retained, load(small_cache, caption_drop=1.0, null_mask=mode), strict=True
-        ):
-            for a, b in zip(with_captions, dropped, strict=True):
-                assert torch.equal(a.noise, b.noise)
-                assert a.captions.shape == b.captions.shape, "a drop must not change the shape"
-                rows = b.mask.sum(1)
-                assert torch.equal(rows, torch.full_like(rows, 1) if mode == "bos" else a.mask.sum(1))
-                for i, n in enumerate(rows.tolist()):
-                    assert torch.equal(b.captions[i, :n], bf16(null[:n].copy()))
-                    assert not b.captions[i, n:].any()
+    for (with_captions, _), (dropped, _) in zip(retained, load(small_cache, caption_drop=1.0), strict=True):
+        for a, b in zip(with_captions, dropped, strict=True):
+            assert torch.equal(a.noise, b.noise)
+            assert a.captions.shape == b.captions.shape, "a drop must not change the shape"
+            assert torch.equal(a.mask, b.mask), "a drop keeps the mask of its caption"
+            for i, n in enumerate(b.mask.sum(1).tolist()):
+                assert torch.equal(b.captions[i, :n], bf16(null[:n].copy()))
+                assert not b.captions[i, n:].any()
     share = [
-        bool(b.mask[i].sum() == 1)
+        torch.equal(b.captions[i][b.mask[i]], bf16(null[: int(b.mask[i].sum())].copy()))
         for batches, _ in load(small_cache, steps=40, caption_drop=0.5)
         for b in batches
         for i in range(12)

@@ -200,9 +200,8 @@ def test_neighbours_are_read_in_one_call(cache: Cache, monkeypatch: pytest.Monke
 # ---------------------------------------------------------------- text
 
 
-@pytest.mark.parametrize("null_mask", ["caption", "bos"])
-def test_packed_text_is_the_padded_one(cache: Cache, null_mask: str) -> None:
-    options = {"null_mask": null_mask, "world": 2, "rank": 1}
+def test_packed_text_is_the_padded_one(cache: Cache) -> None:
+    options = {"world": 2, "rank": 1}
     padded, packed = (list(loader(cache, text=text, **options)) for text in ("padded", "packed"))
     for (one, _), (two, _) in zip(padded, packed, strict=True):
         assert [b.captions.shape[0] for b in two] == [int(b.mask.sum()) for b in one], "padding in packed text"
@@ -211,38 +210,6 @@ def test_packed_text_is_the_padded_one(cache: Cache, null_mask: str) -> None:
             assert b.cu_seqlens.tolist() == [0, *np.cumsum(a.mask.sum(1).numpy()).tolist()]
             assert torch.equal(unpack(b.captions, b.cu_seqlens, b.mask), a.captions)
     assert [seen(b) for b, _ in padded] == [seen(b) for b, _ in packed]
-
-
-def test_there_is_room_for_a_null_record_that_is_shown(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    reading = loader(cache, caption_drop=0.5, null_mask="bos")
-    assert reading.planner.min_rows == reading.null_valid > 0
-    assert loader(cache, caption_drop=0.5, null_mask="caption").planner.min_rows == 0
-    plain = loader(cache, caption_drop=0.0, null_mask="bos").planner
-    assert plain.min_rows == 0
-    real = Planner.columns
-
-    def short(self: Planner, *args: Any) -> Any:
-        samples, texts = real(self, *args)
-        return samples, {**texts, "rows": np.minimum(texts["rows"], 3)}
-
-    monkeypatch.setattr(Planner, "columns", short)
-    roomy = Planner(plain.snapshot, seed=plain.seed, phase=plain.phase, min_rows=9)
-    assert max(plain.step(step).length for step in range(6)) < 9
-    assert all(roomy.step(step).length == 9 for step in range(6))
-
-
-def test_a_null_record_longer_than_the_batch_leaves_its_neighbours_alone(cache: Cache) -> None:
-    reading, plain = (loader(cache, caption_drop=drop, null_mask="bos", prefetch=0, stop_step=4) for drop in (0.5, 0.0))
-    reading.null, reading.null_valid = np.full((40, 3), 7, np.uint16), 40
-    for step, ((batches, _), (others, _)) in enumerate(zip(reading, plain, strict=True)):
-        plan = reading.planner.step(step)
-        drawn = randomness.draws(5, 1, plan.visits.tolist(), plan.sample_id.tolist())
-        with_caption = torch.from_numpy(drawn.drop >= 0.5)
-        result, expected = (torch.cat([b.captions for b in side]) for side in (batches, others))
-        assert plan.length < 40 and 0 < int(with_caption.sum()) < len(with_caption)
-        assert torch.equal(result[with_caption], expected[with_caption]) and bool(
-            (result[~with_caption] == result[~with_caption][0, 0, 0]).all()
-        )
 
 
 # ---------------------------------------------------------------- length windows

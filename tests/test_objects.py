@@ -548,7 +548,6 @@ def test_encode_bucket_load_verify_repair_over_s3(
         "world": 1,
         "microbatch": 12,
         "caption_drop": 0.1,
-        "null_mask": "bos",
         "prefetch": 1,
         "threads": 2,
         "stop_step": 3,

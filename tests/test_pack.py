@@ -320,7 +320,7 @@ def test_the_same_visit_is_the_same_in_both(both: tuple[Cache, Snapshot, Snapsho
     for snapshot in (source, packed):
         counts = Counter[tuple[int, bytes]]()
         steps = Schedule.of(snapshot.head, seed=5, phase=1).steps_upto(24)  # 24 epochs fill batches of 24 exactly
-        settings: dict[str, Any] = {"caption_drop": 0.2, "null_mask": "caption", "prefetch": 0, "threads": 1}
+        settings: dict[str, Any] = {"caption_drop": 0.2, "prefetch": 0, "threads": 1}
         every = Loader(
             snapshot,
             LoaderSettings(seed=5, phase=1, rank=0, world=1, microbatch=24, text="packed", stop_step=steps, **settings),

@@ -61,7 +61,6 @@ def consume(snapshot: Snapshot, **options: Any) -> Iterator[list[str]]:
         "world": 1,
         "microbatch": 12,
         "caption_drop": 0.0,
-        "null_mask": "caption",
         "prefetch": 2,
         "threads": 2,
         "stop_step": 12,
@@ -172,7 +171,7 @@ def test_coming_shards_are_fetched_while_a_batch_is_in_use(
 
     planner = Loader(
         packed,
-        loader_settings(seed=5, phase=1, null_mask="caption"),
+        loader_settings(seed=5, phase=1),
     )
     at_once = {name for step in range(3) for name in planner.shard_paths(step)}
     first = settled(len(at_once) + 4)

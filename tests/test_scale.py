@@ -65,7 +65,7 @@ def limit_of(snapshot: Snapshot) -> int:
 
 
 def settings(world: int) -> Any:
-    return loader_settings(world=world, caption_drop=0.2, null_mask="caption")
+    return loader_settings(world=world, caption_drop=0.2)
 
 
 @pytest.fixture

@@ -306,7 +306,7 @@ def test_storage_is_one_word_or_one_per_kind() -> None:
 def batches(cache: Path) -> list:
     loader = Loader(
         Cache(cache).open_snapshot(),
-        loader_settings(caption_drop=0.2, null_mask="caption", prefetch=2, threads=2, stop_step=4),
+        loader_settings(caption_drop=0.2, prefetch=2, threads=2, stop_step=4),
     )
     return [batch for step, _ in loader for batch in step]
 

@@ -1154,7 +1154,6 @@ def test_the_loaders_get_every_option(small_cache: Path, make_config: Any, tmp_p
         "seed": 3,
         "microbatch": 5,
         "caption_drop": 0.3,
-        "null_mask": "bos",
         "text": "packed",
         "length_window": 6,
     }

@@ -376,7 +376,6 @@ def loader(cache: Cache, rank: int, world: int, samples: int, seed: int = 0, siz
         world=world,
         microbatch=size,
         caption_drop=0.0,
-        null_mask="caption",
         prefetch=2,
         threads=1,
     )

@@ -119,10 +119,8 @@ class LoaderSettings:
     """Samples per forward pass; the last microbatch of a step may be smaller."""
 
     caption_drop: float
-    """Share of visits that see the null record instead of their caption."""
-    null_mask: str
-    """`caption` keeps the caption's mask on a drop (NVlabs' trainer); `bos` shows only the null record's valid rows
-    (`SanaPipeline` at inference)."""
+    """Share of visits that see the null record instead of their caption, under the mask of their caption (as NVlabs
+    train)."""
     text: Literal["padded", "packed"] = "padded"
     """Layout of `Batch.captions`."""
     pictures: tuple[str, ...] = ()
@@ -176,7 +174,7 @@ class Loader:
 
     Attributes:
         substituted: samples of the yielded batches that stand for others.
-        null: (rows, D) uint16, bf16 bits of the null record. null_valid: rows that attention may see.
+        null: (rows, D) uint16, bf16 bits of the null record.
         readers: by kind of record.
 
     Raises:
@@ -196,14 +194,12 @@ class Loader:
         self.pictures = (LatentRecipe.kind, *settings.pictures)
         self.texts = snapshot.caption.kind
         self.readers = {kind: snapshot.reader(kind, limit=limit) for kind in (*self.pictures, self.texts)}
-        self.null, self.null_valid = self._read_null(), snapshot.null.valid
-        shows_null = settings.null_mask == "bos" and settings.caption_drop > 0
+        self.null = self._read_null()
         self.planner = Planner(
             snapshot,
             seed=settings.seed,
             phase=settings.phase,
             length_window=settings.length_window,
-            min_rows=self.null_valid if shows_null else 0,
             kinds=self.pictures,
             order=order,
         )
@@ -297,8 +293,7 @@ class Loader:
     def _largest_part(self) -> int:
         """Bytes of the largest possible part of a step."""
         text = self.snapshot.caption
-        rows = max(text.max_length, self.null_valid)
-        largest = 0
+        rows, largest = text.max_length, 0
         for number, batch in enumerate(self._batches):
             share = batch // self.settings.world
             records = [2 * math.prod(self.snapshot.shape(kind, number)) for kind in self.pictures]
@@ -330,8 +325,7 @@ class Loader:
     def _text_rows(self, plan: BatchPlan, dropped: np.ndarray) -> np.ndarray:
         """Rows of text that each sample shows, (n,) int64."""
         rows = plan.texts["rows"].astype(np.int64)
-        null_rows = rows if self.settings.null_mask == "caption" else self.null_valid
-        return np.minimum(np.where(dropped, np.minimum(null_rows, len(self.null)), rows), plan.length)
+        return np.minimum(np.where(dropped, np.minimum(rows, len(self.null)), rows), plan.length)
 
     def _allocate(self, plan: BatchPlan, rows: np.ndarray) -> _Arrays:
         count, shapes = len(plan), {kind: self.snapshot.shape(kind, plan.bucket) for kind in self.pictures}

@@ -93,7 +93,6 @@ class Planner:
         seed, phase: key the order and the choice of captions (`train.seed`, and how many runs come before this one by
             `train --from`).
         length_window: batches of each bucket, on average, that are sorted by length together; 0 or 1: none.
-        min_rows: text of every batch is padded to at least so many rows (for the null record).
         kinds: of picture records that plans have the places of; None: all.
         order: another order than the snapshot's schedule; without length windows.
     """
@@ -105,11 +104,10 @@ class Planner:
         seed: int,
         phase: int,
         length_window: int = 0,
-        min_rows: int = 0,
         kinds: Collection[str] | None = None,
         order: BatchOrder | None = None,
     ):
-        self.snapshot, self.seed, self.phase, self.min_rows, self.kinds = snapshot, seed, phase, min_rows, kinds
+        self.snapshot, self.seed, self.phase, self.kinds = snapshot, seed, phase, kinds
         self._multiple = snapshot.head.policies.pad_text_multiple
         self.schedule = order or Schedule.of(snapshot.head, seed=seed, phase=phase)
         self._order: BatchOrder | LengthGrouping = self.schedule
@@ -121,7 +119,7 @@ class Planner:
         """The whole global batch of a step."""
         batch = self._order.step(step)
         columns, texts = self.columns(batch.bucket, batch.positions, batch.visits)
-        longest = max(int(texts["rows"].max()), self.min_rows)
+        longest = int(texts["rows"].max())
         length = min(-(-longest // self._multiple) * self._multiple, self.snapshot.caption.max_length)
         return BatchPlan(
             batch.step, batch.epoch, batch.bucket, batch.visits, columns.sample_id, columns.pictures, texts, length

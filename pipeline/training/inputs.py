@@ -256,7 +256,6 @@ def task_of(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Pa
             world=layout.data_world,
             microbatch=train.microbatch,
             caption_drop=train.caption_drop,
-            null_mask=train.null_mask,
             prefetch=None,
             threads=THREADS,
             start_step=start,

@@ -19,7 +19,6 @@ def loader(cache: Cache, **options: Any) -> Loader:
         "world": 1,
         "microbatch": 5,
         "caption_drop": 0.2,
-        "null_mask": "caption",
         "prefetch": 0,
         "threads": 1,
         "stop_step": 12,
