@@ -146,7 +146,7 @@ def trained(folder: Path, count: int, steps: tuple[int, int]) -> dict[str, float
     base = config(*shared, f"train.output={folder / 'base'}", f"train.steps={steps[0]}")
     stages.train.run(base, snapshot="known")
     stages.export.run(base, "auto", folder / "exported")
-    weights = f"model={{weights: {{id: {folder / 'exported'}, subfolder: transformer}}}}"
+    weights = f"model={{weights: {{id: {folder / 'exported'}}}}}"
     others = [f"cache={folder / 'others'}", "data.pictures.control.folder=edges"]
     stages.encode.run(config(*others), str(folder / "shuffled"))
     stages.bucket.run(config(*others), name="known")

@@ -29,7 +29,6 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from benchmarks.duplicates_encode import hash_overhead, hash_share
 from benchmarks.duplicates_training import subset_loss_ratio
 from benchmarks.report import finish, reset_peak, resident, table
-from pipeline.config import BucketConfig
 from pipeline.images import buckets, decoding
 from pipeline.images.perceptual_hash import LENGTH, VIEW_WORDS, WORDS, flipped, hashes
 from pipeline.processes import run_and_exit
@@ -39,7 +38,7 @@ PHOTOGRAPHS = (
     *("astronaut", "camera", "cell", "chelsea", "clock", "coffee", "coins", "grass", "gravel", "hubble_deep_field"),
     *("immunohistochemistry", "moon", "page", "retina", "rocket"),
 )
-DEFAULT = BucketConfig().dedup_distance
+DEFAULT = near.DISTANCE
 DISTANCES = (0, 4, 8, 12, 14, 15, 16, 17, 18, 19, 20, 23)
 
 

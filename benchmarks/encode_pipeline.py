@@ -101,7 +101,8 @@ def prepare(root: Path, source: FolderSource) -> tuple[Cache, list[WorkPlan]]:
         source, "pictures", cache, max_pixels=10**8, workers=2, rehash=False, progress=lambda done, total: None
     )
     work = planning.image_work(scan, "pictures", RECIPE, [(SIDE, SIDE)])
-    config = EncodeConfig(image_batch=BATCH, unit_images=UNIT)
+    config = EncodeConfig(image_batch=BATCH)
+    planning.UNIT_IMAGES = UNIT
     return cache, planning.plan_images(cache, RECIPE, work, config)
 
 

@@ -117,8 +117,9 @@ class Folder(FolderSource):
 
 
 def configuration(folder: Path, *options: str) -> Config:
-    units = [f"encode.unit_{kind}={PER_UNIT}" for kind in ("images", "captions") if PER_UNIT]
-    return load(None, [f"cache={folder / 'cache'}", *units, *options])
+    if PER_UNIT:
+        planning.UNIT_IMAGES = planning.UNIT_CAPTIONS = PER_UNIT
+    return load(None, [f"cache={folder / 'cache'}", *options])
 
 
 def recipes(config: Config) -> tuple[LatentRecipe, TextRecipe]:
@@ -239,7 +240,7 @@ def scan_and_encode(folder: Path, count: int) -> None:
     config = configuration(folder)
     cache = Cache.of(config)
     latent, text = recipes(config)
-    worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), Stop(config.encode.grace_s))
+    worker = Worker(claims.Claims(cache.files), Stop())
     table = buckets.table(config.data, latent.compression)
     here = source(folder, config, count)
     run = encode.EncodeRun(

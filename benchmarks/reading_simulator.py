@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -25,7 +25,6 @@ from pipeline.cache.disk import Handle
 from pipeline.cache.files import Files
 from pipeline.cache.shard import BLOCK, ShardReader, npy_header
 from pipeline.cache.snapshot import Bucket, Columns, Head, PackedOrder, Policies, Snapshot, TextPlace
-from pipeline.config import BucketConfig, EncodeConfig
 from pipeline.encoding import estimate, plan
 from pipeline.errors import CacheError
 from pipeline.loader.loader import Loader, LoaderSettings
@@ -226,8 +225,7 @@ class Imagined:
     latent: LatentRecipe
     text: TextRecipe
     blocks: tuple[int, ...] = ()
-    window: int = BucketConfig().pack_window
-    encode: EncodeConfig = field(default_factory=EncodeConfig)
+    window: int = packing.WINDOW
 
     def packed(self, mib: int) -> Imagined:
         """The same samples packed into shards of `mib` MiB, by the packer's rule on 2^12 samples of each bucket."""
@@ -302,7 +300,7 @@ class ImaginedSnapshot(CountedSnapshot):
             [estimate.member_bytes(content.text, (n, width)) + written for n in range(content.text.max_length + 1)]
         )
         self._units = list(content.blocks) or [
-            plan.unit_images(content.encode, content.latent, (b.height, b.width)) for b in self.buckets
+            plan.unit_images(content.latent, (b.height, b.width)) for b in self.buckets
         ]
         """Samples of a shard with latents, by bucket."""
         counts = [-(-b.samples // unit) for b, unit in zip(self.buckets, self._units, strict=True)]
@@ -313,7 +311,7 @@ class ImaginedSnapshot(CountedSnapshot):
     @property
     def shard_count(self) -> int:
         """Shards of the whole snapshot, without that of the null record."""
-        texts = 0 if self.packed else -(-len(self) // self.content.encode.unit_captions)
+        texts = 0 if self.packed else -(-len(self) // plan.UNIT_CAPTIONS)
         return int(self._first_shard[-1]) + texts
 
     def shard_files(self) -> dict[str, int]:
@@ -337,7 +335,7 @@ class ImaginedSnapshot(CountedSnapshot):
     def shard_bytes(self, kind: str, number: int) -> int:
         """Bytes of a shard's records. kind: `latent`, `text` or `packed`."""
         if kind == "text":
-            unit = self.content.encode.unit_captions
+            unit = plan.UNIT_CAPTIONS
             places = np.arange(number * unit, min((number + 1) * unit, len(self)))
             return _HEAD + int(self._text_member[self.rows(places)].sum())
         bucket = int(np.searchsorted(self._first_shard, number, side="right")) - 1
@@ -375,7 +373,7 @@ class ImaginedSnapshot(CountedSnapshot):
             shard = self._first_shard[bucket] + place // unit
             offset = _HEAD + place % unit * member + header
             captions = permute(rows, len(self), "captions")
-            unit = self.content.encode.unit_captions
+            unit = plan.UNIT_CAPTIONS
             text_shard, before, text_rows = self._before(captions, 0, unit, 0, len(self))
             text_offset = before + header
         empty = np.zeros(len(rows), "S16")

@@ -132,8 +132,8 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
     )
     size = estimate.sizes(work, config, text, lambda texts: [int(text) for text in texts])
     scale = pairs / work.images
-    units = [plan.unit_images(config.encode, latent, shape) for shape in shapes]
-    made = scale * (sum(SAMPLE / unit for unit in units) + len(captions) / config.encode.unit_captions)
+    units = [plan.unit_images(latent, shape) for shape in shapes]
+    made = scale * (sum(SAMPLE / unit for unit in units) + len(captions) / plan.UNIT_CAPTIONS)
     hours = [_encode_hours(latent, work, size, config, positions) for positions in (None, INSTRUCTION + POSITIONS - 2)]
     return CacheFigures(
         pairs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def amount(size: float) -> str:
-    """`0 B`, `1.7 MiB`, `2.50 TiB`: powers of 1024, like the options `mirror.gib` and `encode.unit_mib`."""
+    """`0 B`, `1.7 MiB`, `2.50 TiB`: powers of 1024, like the option `mirror.gib`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -449,7 +449,7 @@ def init(data: tuple[str, ...], out: str, **options: Any) -> Any:
 def encode(config: Config, dry_run: bool, probe: bool, **options: Any) -> Any:
     """Encode pictures and captions, or prompts, into the cache; existing records are not encoded again.
 
-    After SIGTERM, SIGUSR1 or SIGHUP the shards at hand are finished within encode.grace_s or dropped, and the exit
+    After SIGTERM, SIGUSR1 or SIGHUP the shards at hand are finished within 20 s or dropped, and the exit
     code is 0; the same command continues.
 
     Encoding waits up to an hour for disk space; --dry-run ends with 6 if there is too little.
@@ -938,7 +938,7 @@ def inspect(config: Config, run: str | None, snapshot: str | None, as_json: bool
 @click.argument("sample_name", metavar="ID")
 @_newest
 @click.option("--out", metavar="FILE", help="Also write an HTML page with the picture, its crop and the latent.")
-@click.option("--near", is_flag=True, help="Also name the samples that look like it (bucket.dedup_distance).")
+@click.option("--near", is_flag=True, help="Also name the samples that look like it.")
 @_json
 def view(config: Config, sample_name: str, snapshot: str | None, out: str | None, near: bool, as_json: bool) -> Any:
     """Print one sample: picture, crop, latent, captions, tokens kept, and where its bytes lie.

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -143,10 +143,10 @@ class _Section(BaseModel):
 class Weights(_Section):
     """Pretrained weights."""
 
+    folder: ClassVar[str] = ""
+    """The model's folder in a pipeline's repository or folder."""
     id: Place
-    """A model on the hub, or a folder that `save_pretrained` wrote."""
-    subfolder: str | None = None
-    """The model's folder inside the repository or folder; null: the top."""
+    """A model on the hub, or a folder that `save_pretrained` wrote: the model's, or that of a pipeline which has it."""
     revision: str | None = None
     """Branch, tag or commit on the hub; null: the main branch."""
 
@@ -154,9 +154,10 @@ class Weights(_Section):
 class StartWeights(Weights):
     """The weights that training starts from."""
 
+    folder: ClassVar[str] = "transformer"
     id: Place
-    """A model on the hub, a folder that `save_pretrained` wrote, or a file of NVlabs' trainer (`.pth`, or safetensors
-    with its names), local or as `hf://OWNER/NAME/checkpoints/NAME.pth`."""
+    """A model on the hub or a folder that `save_pretrained` wrote, the transformer's or a pipeline's; or a file of
+    NVlabs' trainer (`.pth`, or safetensors with its names), local or as `hf://OWNER/NAME/checkpoints/NAME.pth`."""
     variant: str | None = None
     """The variant of the weight files; null: the files of the highest precision (the run logs which). Of several models
     in one `.pth`, the key of one, such as `state_dict_ema`."""
@@ -170,15 +171,13 @@ class StartWeights(Weights):
 
     @classmethod
     def from_word(cls, word: str) -> Any:
-        direct = Path(expanded(word), "config.json").is_file()
-        return {"id": word, "subfolder": None if direct else "transformer"}
+        return {"id": word}
 
 
 class VaeConfig(Weights):
     """The image encoder."""
 
-    subfolder: str | None = "vae"
-    """The model's folder inside the repository or folder; null: the top."""
+    folder: ClassVar[str] = "vae"
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Precision of the encoder's computation; part of the recipe. tf32: fp32, whose factors of products and
     convolutions a GPU rounds to TF32. DC-AE overflows in fp16. With tf32 and bf16 `encode` prints how far some of your
@@ -191,16 +190,19 @@ class VaeConfig(Weights):
     @property
     def other_decoder(self) -> Weights | None:
         """The weights that `decoder` names."""
-        return None if self.decoder is None else Weights(id=self.decoder)
+        return None if self.decoder is None else VaeConfig(id=self.decoder)
+
+
+class Tokenizer(Weights):
+    """The files of the text encoder's tokenizer."""
+
+    folder: ClassVar[str] = "tokenizer"
 
 
 class TextConfig(Weights):
     """The text encoder, and how a caption becomes rows."""
 
-    subfolder: str | None = "text_encoder"
-    """The model's folder inside the repository or folder; null: the top."""
-    tokenizer_subfolder: str | None = "tokenizer"
-    """The tokenizer's folder inside the repository or folder; null: the top."""
+    folder: ClassVar[str] = "text_encoder"
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Precision of the encoder's computation; part of the recipe."""
     recipe: Literal["diffusers", "nvlabs"] = "diffusers"
@@ -213,6 +215,11 @@ class TextConfig(Weights):
     mode: Literal["auto", "exact"] = "auto"
     """auto: run the instruction once for all captions, and check samples against the reference. exact: run the
     reference for each caption. Not part of the recipe (see pipeline/models/text.py)."""
+
+    @property
+    def tokenizer(self) -> Weights:
+        """The repository or folder of the tokenizer."""
+        return Tokenizer(id=self.id, revision=self.revision)
 
 
 class TagsConfig(_Section):
@@ -326,10 +333,8 @@ class DataConfig(_Section):
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
     """Colour behind transparent pixels (red, green, blue)."""
     max_pixels: Positive = 200_000_000
-    """Pictures with more pixels are rejected, by their header."""
-    max_picture_mib: Positive = 3072
-    """Pictures that take more memory to decode, in MiB, are rejected, by their header. `encode.workers` pictures are
-    decoded at once."""
+    """Pictures with more pixels are rejected, by their header; WebP and JPEG 2000 with more than half as many. Decoding
+    takes up to 16 bytes a pixel, of these two 32, and `encode.workers` pictures are decoded at once."""
     decoder: Literal["auto", "vips", "pillow"] = "auto"
     """vips is fast. auto: vips where it can be imported, but an existing cache keeps its decoder. The pixels differ by
     rounding, so the decoder is part of the recipe."""
@@ -339,11 +344,6 @@ class DataConfig(_Section):
     """Pictures that must be enlarged by more than this factor to cover their bucket are left out; null: none."""
     max_crop_loss: Share | None = None
     """Pictures that would lose more than this share of their area to the crop are left out; null: none."""
-
-    @property
-    def max_bytes(self) -> int:
-        """`max_picture_mib` in bytes."""
-        return self.max_picture_mib << 20
 
     @model_validator(mode="before")
     @classmethod
@@ -392,8 +392,8 @@ class StorageConfig(_Section):
 
 
 class EncodeConfig(_Section):
-    """How encoding is divided into units and run. Only `storage` is part of the recipe. Batch sizes are part of the
-    plan, so a unit's bytes do not depend on the process that encodes it."""
+    """How pictures and captions are encoded. Only `storage` is part of the recipe. Batch sizes are part of the plan, so
+    a unit's bytes do not depend on the process that encodes it."""
 
     storage: StorageConfig = StorageConfig()
     """How values are stored."""
@@ -404,18 +404,6 @@ class EncodeConfig(_Section):
     """Pictures of one VAE batch. auto: on a GPU for each size as many as are predicted to leave a tenth of the memory
     free, at most 15 of 1024 x 1024 pixels (larger tensors are no faster); 8 on a CPU and with `--engine ray`. A batch
     that does not fit is halved."""
-    text_batch: Positive = 128
-    """Limit on captions of one batch; the text encoder divides it into forward passes of similar length and at most
-    8192 tokens. These fit into any GPU that holds the encoder, so there is no auto."""
-    unit_mib: Positive = 64
-    """Limit on a unit's records in MiB."""
-    unit_images: Positive = 1024
-    """Limit on a unit's pictures."""
-    unit_captions: Positive = 512
-    """Limit on a unit's captions."""
-    window: Positive = 65536
-    """Pictures of the listing from which units of one resolution are formed. More fills units better, fewer keeps reads
-    local."""
     workers: NotNegative = 4
     """Threads that read and decode pictures."""
     device: str = "auto"
@@ -426,10 +414,6 @@ class EncodeConfig(_Section):
     max_shrink: Share = 0.2
     """Refuse a scan that misses more than this share of the source's earlier pictures: the source is probably
     unreachable or mistyped. 1: accept it."""
-    claim_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds without a sign of life after which idle processes take over a worker's unit."""
-    grace_s: Annotated[float, Field(ge=0)] = 20.0
-    """Seconds that the current unit may take after SIGTERM, SIGUSR1 or SIGHUP; then it is dropped at its next batch."""
 
 
 class SourceConfig(_Section):
@@ -450,19 +434,6 @@ class SourceConfig(_Section):
             yield "weight must have at most three decimals"
 
 
-class BalanceConfig(_Section):
-    """Fewer visits for what a data set has much of, more for what is rare: samples are grouped by what they show or
-    say, and samples of large groups are visited less. Every record of that kind is read once."""
-
-    by: Literal["picture", "text"] = "picture"
-    """picture: by the latents. text: by the text of the first caption."""
-    strength: Share = 0.5
-    """0: as the data are. 1: every group has as many visits, as far as an eighth of a visit to eight visits of a sample
-    an epoch allow."""
-    clusters: Positive = 32
-    """Groups at most."""
-
-
 class BucketConfig(_Section):
     """Which samples are used, and how they form batches."""
 
@@ -471,18 +442,11 @@ class BucketConfig(_Section):
     tokens: Positive | None = None
     """Limit on latent tokens of a step, in place of `batch`: large buckets get smaller batches, rounded down to a
     multiple of `batch_multiple`."""
-    batches: dict[str, Positive] = {}
-    """Batches of single buckets as height x width, such as `{"512x2048": 24}`; they override `batch` and `tokens`."""
     batch_multiple: Positive = 1
     """Every batch is a multiple of this number. Choose one that all your numbers of GPUs divide."""
     remainder: Literal["carry", "drop"] = "carry"
     """Samples that do not fill the last batch of an epoch. carry: use them in the next epoch. drop: skip them in this
     epoch (others in the next one), and skip buckets smaller than a batch."""
-    order: Literal["random", "largest_first"] = "random"
-    """largest_first: start the first epoch with one batch of each bucket, the largest pictures first, so that running
-    out of memory shows at once."""
-    pad_text_multiple: Positive = 16
-    """Captions of a batch are padded to a multiple of this many tokens."""
     caches: list[Place] = []
     """Other caches (folders or URLs) whose sources are used, too. The shards that are needed are linked or copied."""
     sources: dict[str, SourceConfig] = {}
@@ -494,15 +458,16 @@ class BucketConfig(_Section):
     """image: of pictures with equal bytes use one, from the source listed first in `sources`, then by name of source
     and item. near: of pictures that look the same (resized, compressed again, cropped to the middle, mirrored) use the
     one with the most pixels, then with the longest caption; it needs `encode.signals: [phash]`."""
-    dedup_distance: Annotated[int, Field(ge=0, le=23)] = 17
-    """Bits of 128 in which the hashes of near pictures may differ. Fewer: surer copies, and a faster search."""
     dedup_captions: Literal["drop", "keep"] = "drop"
     """keep: the captions of pictures that `dedup` leaves out become further captions of the one that stays."""
     dedup_keep: list[str] = []
     """Pictures that `dedup` does not leave out, by `ITEM` or `SOURCE: ITEM` as `bucket` lists them: other pictures that
     look the same."""
-    balance: BalanceConfig | None = None
-    """null: every sample counts the same."""
+    balance: Share | None = None
+    """Fewer visits for what a data set has much of, more for what is rare: samples are grouped by their latents, and
+    those of large groups are visited less. 0.5: by the root of a group's size; 1: every group equally often, as far as
+    an eighth of a visit to eight visits of a sample an epoch allow; null: every sample counts the same. Every latent is
+    read once."""
     heldout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the pictures, chosen by their digest, that goes into a second snapshot, NAME.heldout. In a cache with
     hashes (`encode.signals: [phash]`) pictures that look the same stay on one side."""
@@ -515,10 +480,7 @@ class BucketConfig(_Section):
     """Use Sana's table at each of these, for a cache that was encoded at several `data.resolution`; []: at
     `data.resolution`."""
     pack_mib: Positive = 64
-    """`--pack`: size of a shard in MiB."""
-    pack_window: Positive = 4
-    """`--pack`: shards of a bucket that training shuffles together (see pipeline/loader/schedule.py). The mirror needs
-    room for four times as many."""
+    """`--pack`: size of a shard in MiB. The mirror needs room for sixteen of each bucket."""
 
 
 class MirrorConfig(_Section):
@@ -563,10 +525,6 @@ class FlowConfig(_Section):
 
     shift: Annotated[float, Field(gt=0)] = 3.0
     """Shift of the times towards noise; used in sampling, too."""
-    logit_mean: float = 0.0
-    """Mean of the times' logit."""
-    logit_std: Annotated[float, Field(gt=0)] = 1.0
-    """Standard deviation of the times' logit."""
 
 
 class OptimConfig(_Section):
@@ -576,9 +534,7 @@ class OptimConfig(_Section):
     """adamw: 8 bytes of state per parameter. adamw8bit: 2 bytes (torchao). came: 4 bytes; NVlabs use it with
     weight_decay 0. Adafactor is not offered: torch's cannot be sharded."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
-    """Peak learning rate."""
-    scale_lr: Literal["none", "sqrt"] = "none"
-    """sqrt: multiply lr by sqrt(batch / 256), as NVlabs' trainer does."""
+    """Peak learning rate. NVlabs' trainer multiplies that of its configuration by sqrt(batch / 256)."""
     betas: Annotated[tuple[Share, ...], Field(min_length=2, max_length=3)] = (0.9, 0.999)
     """Decay of the moments; null: (0.9, 0.999) for AdamW, (0.9, 0.999, 0.9999) for CAME."""
     eps: Annotated[float, Field(gt=0)] | None = 1e-8
@@ -590,13 +546,9 @@ class OptimConfig(_Section):
     warmup_steps: NotNegative = 2000
     """Steps over which the rate rises to its peak."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """The rate after the warm-up. linear, cosine: it falls until `train.steps`. wsd: it is constant and falls over the
-    last `decay_steps` (with 1 - sqrt of the part that is done). A resumed run with another `train.steps` follows the
-    new curve from there."""
-    decay_steps: Positive | None = None
-    """Steps of the fall of wsd; null: a tenth of `train.steps`."""
-    final_lr: Share = 0.0
-    """Share of the peak to which the rate falls."""
+    """The rate after the warm-up. linear, cosine: it falls to 0 at `train.steps`. wsd: it is constant and falls over
+    the last tenth of `train.steps` (with 1 - sqrt of the part that is done). A resumed run with another `train.steps`
+    follows the new curve from there."""
     in_backward: bool = False
     """Update each parameter as soon as its gradient is complete, and free the gradient: the gradients of the whole
     model are never in memory together. Needs `clip: null`, because the global norm is known only afterwards."""
@@ -620,10 +572,6 @@ class OptimConfig(_Section):
             yield f"{self.name} has {expected} betas, not {len(self.betas)}; betas: null takes its defaults"
         if self.name == "came" and self.eps is not None:
             yield "eps is AdamW's; CAME's are fixed (1e-30 and 1e-16): write eps: null"
-        if self.decay_steps is not None and self.schedule != "wsd":
-            yield f"decay_steps belongs to schedule wsd, not {self.schedule}: write decay_steps: null"
-        if self.final_lr and self.schedule == "constant":
-            yield "final_lr needs a schedule that falls: linear, cosine or wsd"
 
 
 class EmaConfig(_Section):
@@ -706,11 +654,7 @@ class ParallelConfig(_Section):
     tp_size: Positive = 1
     """Processes that share each matrix (tensor parallelism)."""
     pp_size: Positive = 1
-    """Groups of processes with consecutive blocks each (pipeline parallelism)."""
-    pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b"
-    """Order of microbatches in a pipeline (see pipeline/parallel/pipeline_parallel.py)."""
-    pp_stages_per_rank: Positive | None = None
-    """Pipeline stages of each group; null: 1 for 1f1b and gpipe, 2 for interleaved_1f1b, which needs several."""
+    """Groups of processes with consecutive blocks each (pipeline parallelism, 1F1B)."""
     reshard_after_forward: bool | None = None
     """Free a block's gathered parameters before the backward pass and after each microbatch: less memory, more gathers.
     null: yes where several processes share the parameters or `offload` is set, and no with a pipeline (it would gather
@@ -744,25 +688,12 @@ class ParallelConfig(_Section):
             yield "only one of dp_replicate and dp_shard can be -1 (what remains)"
         if self.reduce_each_microbatch and self.pp_size > 1:
             yield "reduce_each_microbatch does not go with pp_size > 1: a pipeline reduces once a step"
-        stages, one_stage = self.pp_stages_per_rank, self.pp_schedule in ("1f1b", "gpipe")
-        if one_stage and stages is not None and stages > 1:
-            yield (
-                f"pp_schedule {self.pp_schedule} has one stage per process, pp_stages_per_rank is {stages}: "
-                "interleaved_1f1b takes several"
-            )
-        if not one_stage and stages == 1:
-            yield f"pp_schedule {self.pp_schedule} needs pp_stages_per_rank of at least 2; 1f1b takes 1"
 
     def reshards(self, shards: int) -> bool:
         """`reshard_after_forward`, null resolved. `shards`: processes that share the parameters of a replica."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return self.pp_size == 1 and (shards > 1 or self.offload == "all")
-
-    @property
-    def stages_per_rank(self) -> int:
-        """`pp_stages_per_rank`, null resolved."""
-        return self.pp_stages_per_rank or (1 if self.pp_schedule in ("1f1b", "gpipe") else 2)
 
 
 class ValidationConfig(_Section):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
@@ -117,3 +118,63 @@ def on_one_line(value: Any) -> str:
         if isinstance(value, str) and value.isprintable() and from_yaml(value) == value:
             return value
     return json.dumps(value, ensure_ascii=isinstance(value, str) and not value.isprintable())
+
+
+WIDTH = 118
+"""Columns of a comment that `edited` writes."""
+
+
+def edited(text: str, option: str, value: Any, why: str, instead: str | None = None) -> str:
+    """The text of a file with another value of an option, below its reason; all other comments stay.
+
+    A section that lacks the option gets it at its end. A comment on the line of the old value goes with it.
+
+    Args:
+        instead: another option of its section, whose place it takes.
+    """
+    lines, keys = text.splitlines(), option.split(".")
+    node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+    indent, start, stop, depth = "", 0, 0, 0
+    for depth, key in enumerate(keys):
+        rest, indent = keys[depth + 1 :], " " * node.start_mark.column
+        there = {name.value: (name, below) for name, below in node.value}
+        found = there.get(key) or there.get("" if rest or instead is None else instead)
+        if found is None:
+            start = stop = _end(node)
+            break
+        name, below = found
+        start, stop = name.start_mark.line, _end(below)
+        if rest and isinstance(below, yaml.MappingNode) and not below.flow_style:
+            node = below
+            continue
+        if rest:  # the section stands on the line of its name
+            whole = from_yaml(text[below.start_mark.index : below.end_mark.index])
+            value, keys = _with(whole if isinstance(whole, dict) else {}, rest, value), keys[: depth + 1]
+        break
+    new = [f"{indent}{'  ' * more}{key}:" for more, key in enumerate(keys[depth:-1])]
+    indent += "  " * len(new)
+    reason = textwrap.wrap(why, WIDTH - len(indent), break_long_words=False, break_on_hyphens=False)
+    new += [f"{indent}# {line}" for line in reason]
+    new.append(f"{indent}{keys[-1]}: {_flow(value)}")
+    return "\n".join([*lines[:start], *new, *lines[stop:]]) + "\n"
+
+
+def _end(node: yaml.Node) -> int:
+    """The line after the last value of a node."""
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        return _end(last[1] if isinstance(last, tuple) else last)
+    return int(node.end_mark.line) + (node.end_mark.column > 0)
+
+
+def _with(section: dict[str, Any], keys: list[str], value: Any) -> dict[str, Any]:
+    """A section with another value of an option below it."""
+    first, *rest = keys
+    below = section.get(first)
+    return {**section, first: _with(below if isinstance(below, dict) else {}, rest, value) if rest else value}
+
+
+def _flow(value: Any) -> str:
+    """A value on one line, as it stands in a file."""
+    text = as_yaml(value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
+    return text.removesuffix("...\n").rstrip("\n")

@@ -129,10 +129,9 @@ def _report(parts: list[_Part], problems: list[UserError], to_fetch: int) -> dic
 
 
 def _line(part: _Part) -> str:
-    place = f"{part.weights.id}{f'/{part.weights.subfolder}' if part.weights.subfolder else ''}"
     state = f"{', '.join(part.files)}: {amount(part.size)}" if part.problem is None else "see below"
     later = f", {amount(part.to_fetch)} of them to be fetched by {part.stage}" if part.to_fetch else ""
-    return f"{part.name:12}  {place}: {state}{later}"
+    return f"{part.name:12}  {part.weights.id}: {state}{later}"
 
 
 def _inspect(part: _Part, facts: Callable[[Path], Any], *, widest: bool = False) -> _Part:
@@ -150,7 +149,7 @@ def _inspect(part: _Part, facts: Callable[[Path], Any], *, widest: bool = False)
 
 
 def _tokenizer(config: Config) -> _Part:
-    place = config.text.model_copy(update={"subfolder": config.text.tokenizer_subfolder})
+    place = config.text.tokenizer
     part = _Part("tokenizer", place, "encode")
     try:
         listing = None if hub.is_local(place) else hub.sizes(place)
@@ -163,7 +162,7 @@ def _tokenizer(config: Config) -> _Part:
         local = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
         available = local if listing is None else listing
         files = {name: size for name, size in available.items() if name in TOKENIZER_FILES}
-        check_tokenizer(f"{place.id}/{place.subfolder or ''}", available)
+        check_tokenizer(place.id, available)
         part.files, part.size = tuple(files), sum(files.values())
         part.to_fetch = sum(size for name, size in files.items() if local.get(name) != size)
         if not part.to_fetch:

@@ -197,15 +197,15 @@ def _read(config: Config, folders: Sequence[Path]) -> tuple[list[np.ndarray], li
     """Pictures (H, W, 3) uint8, their shorter side at most four times the resolution, and captions."""
     pictures: list[np.ndarray] = []
     captions: list[str] = []
-    limits = config.data.max_pixels, config.data.max_bytes
+    most = config.data.max_pixels
     for folder in folders:
         source = open_source(str(folder), config.data)
         items = sorted((item for item in source.items() if isinstance(item, Item)), key=lambda item: item.key)
         captions += [text for item in items for text, _ in item.captions]
         for item in items:
             content = source.read(item.place)
-            width, height = decoding.probe(content, *limits)
+            width, height = decoding.probe(content, most)
             scale = min(1.0, 4 * config.data.resolution / min(width, height))
             size = round(height * scale), round(width * scale)
-            pictures.append(decoding.load(content, size, config.data.background, limits[0], max_bytes=limits[1]))
+            pictures.append(decoding.load(content, size, config.data.background, most))
     return pictures, captions

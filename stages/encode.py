@@ -90,7 +90,7 @@ def run(
     Raises:
         UserError: see the messages.
     """
-    stop = Stop(config.encode.grace_s)
+    stop = Stop()
     with _text_on_stderr(as_json):
         try:
             with stop.signals():
@@ -294,7 +294,7 @@ def _run_prompts(
     copies.repair_all(cache.files)
     cache.files.sweep()
     cache.add_recipe(text)
-    worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), stop, *share)
+    worker = Worker(claims.Claims(cache.files), stop, *share)
     run = _TextRun(config, cache, text, worker, engine, {})
     prompts = _prompts(run, lines)
     new, reused = planning.count_missing(cache, text, prompts.work)
@@ -359,7 +359,7 @@ def _run(
     for recipe in recipes:
         cache.add_recipe(recipe)
     text = caption_of(recipes)
-    worker = Worker(claims.Claims(cache.files, config.encode.claim_timeout_s), stop, *share)
+    worker = Worker(claims.Claims(cache.files), stop, *share)
     run = EncodeRun(config, cache, text, worker, engine, {source.name: source}, source, reading, recipes, table)
     return encode_source(run, rehash, asked)
 
@@ -443,10 +443,7 @@ def _planned(run: EncodeRun, rehash: bool, fragments: Fragments) -> tuple[_Plann
             return planned, works[0] if works else _opened(run, planned)
 
 
-_DECISIVE = (
-    *("unit_images", "unit_mib", "unit_captions", "image_batch", "text_batch", "window"),
-    *("max_shrink", "max_reject_rate"),
-)
+_DECISIVE = ("image_batch", "max_shrink", "max_reject_rate")
 """Settings of `encode` that decide a plan, or whether there is one."""
 
 
@@ -454,7 +451,8 @@ def _decisive(run: EncodeRun) -> bytes:
     """Return what decides a plan besides the scan."""
     data, encode = run.config.data.model_dump(mode="json"), run.config.encode.model_dump(mode="json")
     recipes = [recipe.name for recipe in run.recipes]
-    return layout.canonical(["plan-1", recipes, run.table, data, [encode[name] for name in _DECISIVE]])
+    settings = [planning.captions_of_batch(run.config.encode), *(encode[name] for name in _DECISIVE)]
+    return layout.canonical(["plan-2", recipes, run.table, data, settings])
 
 
 def _opened(run: EncodeRun, planned: _Planned) -> _Work:

@@ -51,7 +51,7 @@ _SAME = (
     *("text.recipe", "text.instruction", "text.max_length"),
 )
 """Options that must be as in training."""
-_PLACES = "vae.id", "vae.subfolder", "vae.revision", "text.id", "text.subfolder", "text.revision"
+_PLACES = "vae.id", "vae.revision", "text.id", "text.revision"
 _MODEL = "model.weights.id", "model.weights.revision", "model.arch", "train.seed"
 
 
@@ -304,13 +304,12 @@ def _as_trained(config: Config, trained: dict[str, Any]) -> Config:
 
 def _parts(config: Config, architecture: ModelSpec) -> Parts:
     """Fetches them; those that do not fit the model are refused."""
-    tokenizer = config.text.model_copy(update={"subfolder": config.text.tokenizer_subfolder})
     vae, text = hub.resolve(config.vae), hub.resolve(config.text)
     compression, channels = vae_shape(vae)
     fix = "give the encoders that the model was trained with"
     architecture.check_widths(f"the VAE {config.vae.id}", fix, channels=channels)
     architecture.check_widths(f"the text encoder {config.text.id}", fix, text_width=text_width(text))
-    return Parts(vae, text, hub.resolve(tokenizer, _TOKENIZER), compression)
+    return Parts(vae, text, hub.resolve(config.text.tokenizer, _TOKENIZER), compression)
 
 
 # --------------------------------------------------------------------------------------------------- writing

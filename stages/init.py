@@ -1,19 +1,17 @@
 """`sana-pipe init`: look at the pictures, the card and the disk, and write a commented configuration.
 
-What: scans the sources by their headers, as `encode --dry-run` does, asks `pipeline.planning.recommend` for values, and
-writes `sana-pipe.yaml` and `prompts.txt`. Prints each value with its reason, and what `plan` predicts for them.
+What: scans the sources by their headers, as `encode --dry-run` does, asks `pipeline.planning.recommend` which shipped
+file fits and what to change in it, and writes `sana-pipe.yaml` and `prompts.txt`. Prints each change with its reason,
+and what `plan` predicts.
 Nothing is encoded, and no model is read.
 """
 
 from __future__ import annotations
 
 import tempfile
-import textwrap
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
@@ -33,7 +31,7 @@ from pipeline.errors import UserError, escaped, writing
 from pipeline.gpus import CPU, GIB
 from pipeline.images import buckets
 from pipeline.launch import Launch, gpus, unusable
-from pipeline.options import put, value_at, within
+from pipeline.options import value_at, within
 from pipeline.planning import auto, extent, predict, recommend
 from pipeline.planning.predict import Data, Machine
 from pipeline.planning.recommend import Choice, Facts, Recommendation
@@ -53,8 +51,6 @@ COUNTED = 200
 """Up to so many pictures are read as a whole, to count those that a held-out part would have."""
 SHOWN = 256
 """Captions of a source that are looked at."""
-WIDTH = 118
-"""Columns of a comment."""
 _OUT = "--out FILE in a folder that you may write to"
 
 
@@ -85,7 +81,7 @@ def run(data: Sequence[str], options: Options) -> int:
     with writing(options.out, _OUT), tempfile.TemporaryFile(dir=options.out.parent):
         pass  # before hours of scanning
     machine = _machine(options)
-    config = load(recommend.BASES[1024], ["data.caption=none", *options.overrides])
+    config = load(recommend.MODELS[1024], ["data.caption=none", *options.overrides])
     names = [open_source(each, config.data, patience_s=config.patience_s).name for each in data]
     for name in names:
         check_source_name(name)
@@ -109,7 +105,8 @@ def run(data: Sequence[str], options: Options) -> int:
     regularisation = [each for each in looked if each not in subject]
     lines = [line for each in looked if each in subject for line in _taken(each, written)]
     lines += made.notes
-    lines += [_line(choice) for choice in made.choices if choice.option != "text"]  # its models are the VAE's
+    lines.append(f"  {_origin(made)}; what is changed for these pictures and this card:")
+    lines += [_line(choice) for choice in made.choices]
     lines += expected(written, made, looked, machine)
     lines += _write(options, text, made)
     lines += [line for each in regularisation for line in _regularisation(each, written, options)]
@@ -289,12 +286,12 @@ def _facts(config: Config, looked: Sequence[_Looked], machine: Machine | None, g
 
 def _held_out(config: Config, looked: Sequence[_Looked]) -> int:
     """How many of a few pictures the share of `recommend.HELDOUT` holds out: their digests decide."""
-    limits = config.data.max_pixels, config.data.max_bytes
     digests = [
         digest
         for each in looked
         for place in each.usable.select(Place._fields).to_pylist()
-        if (digest := scan_rows.from_bytes(each.source, Place(**place), *limits).get("digest")) is not None
+        if (digest := scan_rows.from_bytes(each.source, Place(**place), config.data.max_pixels).get("digest"))
+        is not None
     ]
     column = fixed(pa.array(digests, pa.binary(16)))
     return int(is_held_out(column, recommend.HELDOUT[-1][1]).sum()) if digests else 0
@@ -317,34 +314,30 @@ def _machine(options: Options) -> Machine | None:
 
 
 def _override(made: Recommendation, overrides: tuple[str, ...]) -> None:
-    """Put the options of `--set` among the choices."""
-    given = load_given(recommend.BASES[made.resolution], overrides)[1]
+    """Put the options of `--set` behind the choices, in whose place they are."""
+    given = load_given(made.models, overrides)[1]
     for option in given.overridden:
-        value = value_at(given.tree, option)
-        for place, choice in enumerate(made.choices):
-            if option != choice.option and within(option, choice.option) and isinstance(choice.value, dict):
-                section = deepcopy(choice.value)
-                put(section, option.removeprefix(f"{choice.option}."), value)
-                made.choices[place] = Choice(choice.option, section, f"{choice.why}; and --set {option}")
-                break
-        else:
-            replaced = (option, "train.steps") if option == "train.epochs" else (option,)
-            made.choices = [c for c in made.choices if not any(within(c.option, each) for each in replaced)]
-            made.add(option, value, "as asked by --set")
+        replaced = (option, "train.steps") if option == "train.epochs" else (option,)
+        made.choices = [c for c in made.choices if not any(within(c.option, each) for each in replaced)]
+        made.choices.append(Choice(option, value_at(given.tree, option), "as asked by --set"))
+
+
+def _origin(made: Recommendation) -> str:
+    """The shipped configurations that the file is made of."""
+    models = f" with the models of configs/{made.models}.yaml" if made.is_mixed else ""
+    return f"from configs/{made.base}.yaml{models}"
 
 
 def _text(made: Recommendation, data: Sequence[str], options: Options) -> str:
-    """The file: the choices as YAML, each below its reason."""
-    tree: dict[str, Any] = {}
-    for choice in made.choices:
-        put(tree, choice.option, choice)
+    """The file: the shipped configuration with what differs, each below its reason."""
     words = shown("init", *_words(data, options))
     head = [
         f"# {made.purpose} at {made.resolution} px, written by: {escaped(words)}",
-        "# A start, not an optimum: docs/recipes.md has the source of each value, sana-pipe config every option.",
+        f"# {_origin(made)}.",
+        "# Its head has expected figures. What init changed stands below its reason. A start, not an optimum;",
+        "# sana-pipe config lists every option.",
     ]
-    order = [name for name in Config.model_fields if name in tree]
-    return "\n".join([*head, *(line for name in order for line in ["", *_yaml({name: tree[name]}, "")])]) + "\n"
+    return "\n".join(head) + "\n\n" + made.text()
 
 
 def _words(data: Sequence[str], options: Options) -> list[str]:
@@ -352,18 +345,6 @@ def _words(data: Sequence[str], options: Options) -> list[str]:
     words = [word for each in data for word in ("--data", each)]
     words += [] if options.purpose is None else ["--for", options.purpose]
     return words + ([] if options.trigger is None else ["--trigger", options.trigger])
-
-
-def _yaml(tree: dict[str, Any], indent: str) -> list[str]:
-    lines: list[str] = []
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            lines += [f"{indent}{key}:", *_yaml(value, indent + "  ")]
-            continue
-        why = textwrap.wrap(value.why.replace("`", ""), WIDTH - len(indent), break_long_words=False)
-        text = as_yaml({key: value.value}, sort_keys=False, default_flow_style=False, allow_unicode=True, width=WIDTH)
-        lines += [f"{indent}# {line}" for line in why] + [f"{indent}{line}" for line in text.splitlines()]
-    return lines
 
 
 def _write(options: Options, text: str, made: Recommendation) -> list[str]:

@@ -55,7 +55,7 @@ def run(
         UserError: it is packed already, or the name is not valid or taken.
     """
     check_name(name)
-    stop = Stop(config.encode.grace_s)
+    stop = Stop()
     cache = Cache.of(config)
     copies.repair_all(cache.files)
     source = cache.open_snapshot(snapshot)
@@ -75,7 +75,7 @@ def run(
     report: dict[str, Any] = {"packed_from": source.id, "shards": len(plan.units), "made": made, "left": left}
     packed = None
     if {unit.unit for unit in plan.units} <= index.committed(cache.files, plan.recipe, plan.number):
-        head = packing.assembled(cache, source, plan, config.bucket.pack_window)
+        head = packing.assembled(cache, source, plan)
         packed = cache.add_snapshot(head, name, latest=latest, move=move)
         if (part := heldout.find(cache, source)) is not None:
             cache.point(f"{name}.heldout", part, move=move)
@@ -101,6 +101,6 @@ def _pack_units(config: Config, packer: packing.Packer, stop: Stop) -> tuple[int
         packer.restore(shards[at])
     done = {commit.unit for commit in commits}
     todo = [(plan, unit) for unit in plan.units if unit.unit not in done]
-    worker = engine.Worker(claims.Claims(files, config.encode.claim_timeout_s), stop, *launch.share_of_work())
+    worker = engine.Worker(claims.Claims(files), stop, *launch.share_of_work())
     with stop.signals(), Progress("samples", 0) as bar:
         return engine.make_units(packer, todo, worker, bar)

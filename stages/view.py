@@ -51,7 +51,7 @@ def run(
     row = sample_view.find(cache, opened, text)
     values, records = sample_view.describe(cache, opened, row)
     if near:
-        alike = near_samples.alike(opened, row, config.bucket.dedup_distance)
+        alike = near_samples.alike(opened, row)
         names = {other: ": ".join(opened.source_item(other)) for other, _ in alike.pictures}
         values["near"] = [{"row": other, "item": names[other], "bits": bits} for other, bits in alike.pictures]
         values["too_little_detail"] = {"this": alike.is_flat, "others": alike.flat}

@@ -65,7 +65,7 @@ def test_a_lora_learns_a_photograph_and_preserve_keeps_the_others(
     for name, settings in kept.items():
         options = [
             "model.arch=null",
-            f"model.weights={{id: {folder / 'exported'}, subfolder: transformer}}",
+            f"model.weights={{id: {folder / 'exported'}}}",
             f"train.steps={STEPS}",
             "train.adapter={rank: 8, targets: all}",
             f"train.validation={{snapshot: known, every: {STEPS}}}",

@@ -25,6 +25,7 @@ from pipeline.loader.loader import Loader
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
 from pipeline.work.stop import Stopped
+from tests.support.constants import set_constants, unit_sizes
 from tests.support.damage import flip
 from tests.support.loading import loader_settings
 
@@ -213,14 +214,19 @@ def test_every_kind_of_damage_is_found(small_cache: Path, tmp_path: Path, make_c
 
 
 def test_status_counts_what_is_missing(
-    filled: tuple[Config, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, make_config: MakeConfig
+    filled: tuple[Config, Path],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    set_constants(monkeypatch, unit_sizes(2, 3))
     config, photos = filled
     assert stages.status.run(config, as_json=True) == 0
     whole = last_json(capsys)
     assert whole["complete"]
     assert sum(s["records"] for s in whole["stores"].values()) == 25
-    part = make_config(tmp_path / "part", "encode.unit_images=2", "encode.unit_captions=3")
+    part = make_config(tmp_path / "part")
     stages.encode.run(part, data=str(photos))
     for folder in ("segments/*", "units/*/*"):  # as if the plans were not finished, and one unit of each not done
         for path in [sorted(p.rglob("*.json"))[0] for p in Path(part.cache).glob(folder)]:
@@ -338,7 +344,7 @@ def test_gc_spares_what_was_trained_on(filled: tuple[Config, Path], tmp_path: Pa
     trained = cache.open_snapshot().id
     cache.keep(trained)
     cache.keep(trained)
-    other = config.model_copy(update={"bucket": config.bucket.model_copy(update={"pad_text_multiple": 3})})
+    other = config.model_copy(update={"bucket": config.bucket.model_copy(update={"batch": 6})})
     assert stages.bucket.run(other) != trained
     stages.gc.run(config, yes=True, older_than_hours=0)
     assert cache.open_snapshot(trained).id == trained

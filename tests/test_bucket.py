@@ -102,9 +102,9 @@ def test_snapshots_come_out_the_same(root: Path) -> None:
     one[5] = dataclasses.replace(one[5], reject="broken")
     add(config(root), "one", one, without=["00007.png"])
     add(config(root), "two", pictures(60, "two-"))
-    assert stages.bucket.run(config(root)) == "6f1dd1900d9383c3041c69bf2a947192"
+    assert stages.bucket.run(config(root)) == "7b32c938ab4f67a5a5efce7cfe491af6"
     dropped = config(root, "bucket.remainder=drop", "bucket.batch=16")
-    assert stages.bucket.run(dropped, name="dropped") == "c0c51cfecbf7ced933e1844f7b7e9d4c"
+    assert stages.bucket.run(dropped, name="dropped") == "dcfae91572524db9a984a24363e8aa76"
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
@@ -661,35 +661,22 @@ def test_sources_that_are_not_there_are_named(root: Path) -> None:
         config(root, "bucket.sources={one: {weight: 0.1234}}")
 
 
-def test_batches_from_a_token_budget_and_a_table(root: Path) -> None:
-    of = config(root, "bucket.tokens=60", "bucket.batch_multiple=2", "bucket.batches={24x24: 6}")
+def test_batches_from_a_token_budget(root: Path) -> None:
+    of = config(root, "bucket.tokens=60", "bucket.batch_multiple=2")
     add(of, "one", pictures(40))
     result = {(b.height, b.width): b.batch for b in made(of).buckets}
     assert result == {(16, 32): 6, (16, 24): 10, (24, 24): 6, (24, 16): 10}  # 8, 6, 9 and 6 tokens a picture
     for overrides, named in (
-        (("bucket.batches={24x25: 4}",), "24x25, which no bucket is called"),
         (("bucket.batch_multiple=3",), "bucket.batch = 4 is no multiple of bucket.batch_multiple = 3"),
-        (("bucket.batches={24x24: 3}", "bucket.batch_multiple=2"), "bucket.batches of 24x24 = 3 is no multiple"),
         (("bucket.tokens=17", "bucket.batch_multiple=2"), "expected: at least 18: 9 latent tokens each"),
     ):
         with pytest.raises(ConfigError, match=named):
             stages.bucket.run(config(root, *overrides))
 
 
-def test_the_largest_bucket_comes_first(root: Path) -> None:
-    of = config(root, "bucket.order=largest_first", "bucket.batches={24x16: 8}")
-    add(of, "one", pictures(40))
-    snapshot = made(of)
-    schedule = Planner(snapshot, seed=5, phase=0).schedule
-    shapes = [snapshot.buckets[schedule.step(t).bucket] for t in range(4)]
-    sizes = [(b.height * b.width, b.batch) for b in shapes]
-    assert sizes == [(576, 4), (512, 4), (384, 8), (384, 4)], "of equal pictures the larger batch"
-    assert snapshot.head.policies.order == "largest_first"
-
-
 @pytest.mark.parametrize("small", ["carry", "drop"])
 def test_every_topology_and_every_resume_sees_the_same_samples(root: Path, small: str) -> None:
-    of = config(root, f"bucket.remainder={small}", "bucket.sources={one: {weight: 1.5}}", "bucket.order=largest_first")
+    of = config(root, f"bucket.remainder={small}", "bucket.sources={one: {weight: 1.5}}")
     add(of, "one", pictures(40))
     add(of, "two", pictures(23, "two-"))
     opened = made(of)

@@ -180,14 +180,11 @@ SHAPES = [(256, 256), (128, 512), (256, 512)]  # 64, 64 and 128 latent tokens
     ("setting", "expected"),
     [
         ({"batch": 6, "batch_multiple": 3}, [6, 6, 6]),
-        ({"batch": 6, "batches": {"128x512": 2}}, [6, 2, 6]),
         ({"tokens": 1000}, [15, 15, 7]),
-        ({"tokens": 1000, "batch_multiple": 4, "batches": {"256x256": 8}}, [8, 12, 4]),
+        ({"tokens": 1000, "batch_multiple": 4}, [12, 12, 4]),
         ({"tokens": 512, "batch_multiple": 4}, [8, 8, 4]),
         ({"tokens": 511, "batch_multiple": 4}, "at least 512: 128"),
         ({"batch": 6, "batch_multiple": 4}, "bucket.batch = 6"),
-        ({"batch": 4, "batch_multiple": 4, "batches": {"128x512": 2}}, "bucket.batches of 128x512 = 2"),
-        ({"batches": {"128x512": 2, "512x128": 2}}, "512x128"),
     ],
 )
 def test_the_batch_of_each_bucket(setting: dict[str, Any], expected: list[int] | str) -> None:

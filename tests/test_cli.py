@@ -73,7 +73,7 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Call
         ("train --device cpu", "--set train.device=cpu or --set train.ema.device=cpu"),
         ("train --ema", "--set 'train.ema={}'"),
         ("train --tf32", "--set train.tf32=VALUE"),
-        ("encode --data . --text-batch 3", "--set encode.text_batch=3"),
+        ("encode --data . --image-batch 3", "--set encode.image_batch=3"),
         ("gc --cache /c", "--set cache=/c"),
     ],
 )
@@ -235,7 +235,7 @@ def test_help_ends_with_examples_that_are_accepted(
         (["tra"], {"train"}),
         (["snapshots", "di"], {"diff"}),
         (["train", "--quar"], {"--quarantine"}),
-        (["train", "--config", "sana_6"], {"sana_600m_512"}),
+        (["train", "--config", "sana_6"], {"sana_600m_512", "sana_600m_512_scratch"}),
         (["train", "--set", "train.optim.b"], {"train.optim.betas="}),
         (["config", "train.opt"], {"train.optim", *(f"train.optim.{name}" for name in OptimConfig.model_fields)}),
     ],

@@ -37,6 +37,7 @@ from pipeline.sources.caption_columns import MAX_COLUMNS, CaptionCandidate, Capt
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.reject_kinds import EXAMPLES, Kinds
 from pipeline.work import engine
+from tests.support.constants import constants, unit_sizes
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
 from tests.support.source_files import listed, make_tar, opened
@@ -264,8 +265,9 @@ def large(keys: list[int], height: int, width: int) -> pa.Table:
     return work(keys).set_column(6, "height", sides[0]).set_column(7, "width", sides[1])
 
 
-def planned(cache: Cache, keys: list[int], **options: Any) -> list[WorkPlan]:
-    return planning.plan_images(cache, LATENT, work(keys), EncodeConfig(**options))
+def planned(cache: Cache, keys: list[int], images: int = 1024, window: int = 65536) -> list[WorkPlan]:
+    with constants(unit_sizes(images, 512, WINDOW=window)):
+        return planning.plan_images(cache, LATENT, work(keys), EncodeConfig())
 
 
 def test_a_failed_record_that_is_stored_since_is_not_planned_again(tmp_path: Path) -> None:
@@ -289,16 +291,17 @@ def test_only_causes_that_may_pass_are_tried_again(tmp_path: Path) -> None:
 
 def test_a_unit_is_as_large_as_it_may_be(tmp_path: Path) -> None:
     keys = list(range(1, 8))
-    plans = planned(Cache(tmp_path / "a", create=True), keys, unit_images=3, window=100)
+    plans = planned(Cache(tmp_path / "a", create=True), keys, 3, 100)
     assert [unit.count for unit in plans[0].units] == [3, 3, 1]
     assert [unit.start for unit in plans[0].units] == [0, 3, 6]
-    plans = planned(Cache(tmp_path / "b", create=True), keys, unit_images=100, window=7)
+    plans = planned(Cache(tmp_path / "b", create=True), keys, 100, 7)
     assert [unit.count for unit in plans[0].units] == [7]
-    plans = planned(Cache(tmp_path / "c", create=True), keys, unit_images=100, window=6)
+    plans = planned(Cache(tmp_path / "c", create=True), keys, 100, 6)
     assert [unit.count for unit in plans[0].units] == [6, 1]
     for number, (height, counts) in enumerate(((4096, [1, 1, 1]), (2048, [2, 1]), (2040, [2, 1]), (8192, [1, 1, 1]))):
         cache = Cache(tmp_path / f"large{number}", create=True)  # 1 MiB a latent of 4096 x 2048
-        plans = planning.plan_images(cache, LATENT, large([1, 2, 3], height, 2048), EncodeConfig(unit_mib=1))
+        with constants({"pipeline.encoding.plan.UNIT_BYTES": 1 << 20}):
+            plans = planning.plan_images(cache, LATENT, large([1, 2, 3], height, 2048), EncodeConfig())
         assert [unit.count for unit in plans[0].units] == counts
 
 
@@ -317,7 +320,8 @@ def test_the_null_record_is_a_unit_and_captions_stand_by_length(tmp_path: Path) 
     work = pa.Table.from_pylist(rows, schema=planning.CAPTIONS)
     cache = Cache(tmp_path, create=True)
     recipe = TextRecipe(weights="w", width=6)
-    [plan] = planning.plan_captions(cache, recipe, work, EncodeConfig(unit_captions=3))
+    with constants(unit_sizes(1024, 3)):
+        [plan] = planning.plan_captions(cache, recipe, work, EncodeConfig())
     captions = cache.table(plan.table).column("caption").to_pylist()
     units = [captions[unit.start : unit.start + unit.count] for unit in plan.units]
     assert units == [[None], ["", "a", "ccc"], ["bb"]]

@@ -38,6 +38,7 @@ from pipeline.signals.latent import LatentRecipe
 from pipeline.sources import caption_rules
 from pipeline.sources.folder import FolderSource
 from tests.support import tiny_models
+from tests.support.constants import set_constants, unit_sizes
 from tests.support.loading import loader_settings
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
@@ -690,11 +691,13 @@ def test_another_data_set_under_a_known_name_is_refused(start: Config, tmp_path:
 # ---------------------------------------------------------------- sharing and publication
 
 
-def test_two_tasks_make_the_same_cache_as_one(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:
-    small_units = ("encode.unit_images=2", "encode.unit_captions=3")
-    one = make_config(tmp_path / "one", *small_units)
+def test_two_tasks_make_the_same_cache_as_one(
+    source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_constants(monkeypatch, unit_sizes(2, 3))
+    one = make_config(tmp_path / "one")
     stages.encode.run(one, data=str(source))
-    two = make_config(tmp_path / "two", *small_units)
+    two = make_config(tmp_path / "two")
     first, second = (stages.encode.run(two, data=str(source), task_index=i, task_count=2) for i in (1, 0))
     assert (first["images"], first["left"]) == (12, 0), "what nobody is at belongs to whoever is there"
     assert (second["images"], second["left"]) == (0, 0)
@@ -710,10 +713,10 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
 ) -> None:
     """Every publication of a run in turn is the one at which the process dies; or every seventh, from a random one.
     The run that is killed and the next one have every limit lowered, the run that they are compared with has none."""
+    set_constants(monkeypatch, unit_sizes(3, 6))
     from pipeline.cache.folder_store import FolderStore
 
-    small_units = ("encode.unit_images=3", "encode.unit_captions=6")
-    whole = make_config(tmp_path / "whole", *small_units)
+    whole = make_config(tmp_path / "whole")
     stages.encode.run(whole, data=str(source))
     truth = files(Path(whole.cache))
     lower_limits(monkeypatch)
@@ -745,7 +748,7 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
     first = random.randint(1, step)
     for instant in range(first, 200, step):
         folder = tmp_path / f"killed-{instant}"
-        config = make_config(folder, *small_units)
+        config = make_config(folder)
         count = instant
         try:
             stages.encode.run(config, data=str(source))

@@ -19,20 +19,23 @@ import pytest
 import yaml
 
 from pipeline.config import Config, dump
-from tests.support.constants import set_constants
+from tests.support.constants import constants, set_constants, unit_sizes
 from tests.support.forked import Forked
 from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
-UNITS = (
-    "encode.unit_images=2",
-    "encode.unit_captions=3",
+OPTIONS = (
     "encode.image_batch=2",
-    "encode.text_batch=2",
-    "encode.claim_timeout_s=3",
     "encode.signals=[phash]",
     "data.pictures={control: {made: canny}, mask: {made: alpha}}",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_units(small_cache: Path) -> Iterator[None]:
+    """Small units, which other workers take over soon. The cache that tests share is made before, with usual ones."""
+    with constants({**unit_sizes(2, 3), "pipeline.work.claims.STALE_S": 3}):
+        yield
 
 
 def encode(
@@ -52,7 +55,7 @@ def undisturbed(
     folder = tmp_path_factory.mktemp("undisturbed")
     Forked("--version").wait()  # imports the packages
     began = time.monotonic()
-    process = encode(make_config(folder, *UNITS), folder, photos)
+    process = encode(make_config(folder, *OPTIONS), folder, photos)
     assert process.wait() == 0
     return files(folder / "cache"), time.monotonic() - began
 
@@ -71,7 +74,7 @@ def test_killed_at_random_then_finished(
     for lowered in (False, True) if fault_seed % 3 == 0 else (False,):
         chance, folder = random.Random(fault_seed), tmp_path / str(lowered)
         folder.mkdir()
-        config = make_config(folder, *UNITS)
+        config = make_config(folder, *OPTIONS)
         kills = 0
         for _ in range(2):
             process = encode(config, folder, photos, lowered=lowered)
@@ -92,7 +95,7 @@ def test_a_stopped_process_that_wakes_late_changes_nothing(
     undisturbed: tuple[dict[str, bytes], float], photos: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     truth, seconds = undisturbed
-    config = make_config(tmp_path, *UNITS)
+    config = make_config(tmp_path, *OPTIONS)
     sleeper = encode(config, tmp_path, photos)
     time.sleep(0.7 * seconds)
     sleeper.send_signal(signal.SIGSTOP)
@@ -157,7 +160,7 @@ def test_a_full_disk_is_an_error_for_people_and_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache = small_disk / "cache"
-    config = make_config(tmp_path, *UNITS, f"cache={cache}")
+    config = make_config(tmp_path, *OPTIONS, f"cache={cache}")
     set_constants(monkeypatch, {"pipeline.work.disk_space.WAIT_S": 0.0})
     refused(encode(config, tmp_path, photos), 6, "continues")
     nothing_half(cache, undisturbed[0])
@@ -173,7 +176,7 @@ def test_a_full_disk_pauses_it_and_more_room_lets_it_go_on(
 ) -> None:
     """One process from beginning to end; while it waits it holds no claim and a signal ends it cleanly."""
     cache = small_disk / "cache"
-    config = make_config(tmp_path, *UNITS, f"cache={cache}")
+    config = make_config(tmp_path, *OPTIONS, f"cache={cache}")
     log = tmp_path / "log"
 
     def start() -> Forked:
@@ -204,7 +207,7 @@ def test_a_read_only_file_system_is_an_error_for_people_and_continues(
 ) -> None:
     cache = small_disk / "cache"
     remount(small_disk, "size=64m")
-    config = make_config(tmp_path, *UNITS, f"cache={cache}")
+    config = make_config(tmp_path, *OPTIONS, f"cache={cache}")
     remount(small_disk, "ro")
     refused(encode(config, tmp_path, photos), 3, "Read-only file system")
     remount(small_disk, "rw")
@@ -239,7 +242,7 @@ def test_a_cache_without_permission_is_an_error_for_people_and_continues(
     bound_by_permissions: Callable[[], None],
 ) -> None:
     (tmp_path / "cache").mkdir()
-    config = make_config(tmp_path, *UNITS)
+    config = make_config(tmp_path, *OPTIONS)
     allow(tmp_path / "cache", 0o555)
     refused(encode(config, tmp_path, photos, before=bound_by_permissions), 3, "Permission denied")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -260,7 +263,7 @@ def test_permission_lost_in_mid_run_is_an_error_for_people_and_continues(
     bound_by_permissions: Callable[[], None],
 ) -> None:
     cache = tmp_path / "cache"
-    config = make_config(tmp_path, *UNITS)
+    config = make_config(tmp_path, *OPTIONS)
     process = encode(config, tmp_path, photos, before=bound_by_permissions)
     wait_for(lambda: any(cache.glob(f"units/{kind}-*/*/*/*.json")), process)
     process.send_signal(signal.SIGSTOP)

@@ -139,7 +139,7 @@ def test_a_process_with_other_settings_plans_itself(
         planned.append(args)
         return real(*args)
 
-    for setting in ("encode.max_reject_rate=0.9", "encode.unit_images=3", "data.max_pixels=1000000"):
+    for setting in ("encode.max_reject_rate=0.9", "encode.image_batch=3", "data.max_pixels=1000000"):
         planned.clear()
         with monkeypatch.context() as patch:
             patch.setattr(planning, "plan_images", plan)
@@ -161,10 +161,10 @@ def test_whatever_decides_a_plan_is_in_its_name(
         raise Asked
 
     monkeypatch.setattr(Fragments, "once", once)
-    plain = ["encode.workers=2", "encode.claim_timeout_s=9"]
-    sizes = ("unit_images", "unit_mib", "unit_captions", "image_batch", "text_batch", "window")
+    plain = ["encode.workers=2", "encode.device=cpu"]
     others = [
-        *(f"encode.{name}=3" for name in sizes),
+        "encode.image_batch=3",
+        "encode.device=auto",
         "encode.max_shrink=0.3",
         "encode.max_reject_rate=0.3",
         "data.min_side=9",

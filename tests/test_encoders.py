@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.config import TextConfig, VaeConfig, Weights
+from pipeline.config import StartWeights, TextConfig, Tokenizer, VaeConfig, Weights
 from pipeline.demo import photographs, small_models
 from pipeline.errors import UserError
 from pipeline.models import encoders, hub
@@ -182,10 +182,10 @@ def test_a_language_models_folder_serves_as_well(folder: Path, tmp_path: Path, t
 
     model = Gemma2ForCausalLM(Gemma2Config.from_pretrained(folder / "text_encoder"))
     model.model.load_state_dict(text.model.state_dict())
-    model.save_pretrained(tmp_path / "lm", max_shard_size="400KB")
-    shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer")
-    assert (tmp_path / "lm" / "model.safetensors.index.json").is_file()
-    config = TextConfig(id=str(tmp_path), subfolder="lm", dtype="fp32")
+    model.save_pretrained(tmp_path, max_shard_size="400KB")
+    shutil.copytree(folder / "tokenizer", tmp_path, dirs_exist_ok=True)
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    config = TextConfig(id=str(tmp_path), dtype="fp32")
     mine = TextEncoder.load(config, INSTRUCTION, "cpu").encode(["a red circle"])[0]
     assert np.array_equal(mine, text.encode(["a red circle"])[0])
     assert describe_text(config, "x") == describe_text(TextConfig(id=str(folder), dtype="fp32"), "x")
@@ -264,7 +264,7 @@ def test_tf32_is_allowed_in_the_encoder_alone_and_if_it_is_its_dtype(
     def flags() -> tuple[bool, bool]:
         return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
 
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", before)
+    first, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, before
     outside, inside = flags(), []
     encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder), dtype=dtype), "cpu")
     inner = encoder.model.encode
@@ -274,9 +274,13 @@ def test_tf32_is_allowed_in_the_encoder_alone_and_if_it_is_its_dtype(
         return inner(x)
 
     monkeypatch.setattr(encoder.model, "encode", spy)
-    encoder.encode(images)
+    try:
+        encoder.encode(images)
+        after = flags()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = first
     allowed = dtype == "tf32"
-    assert inside == [(allowed, allowed, True)] and flags() == outside
+    assert inside == [(allowed, allowed, True)] and after == outside
 
 
 def test_decoding_equals_the_autoencoders(folder: Path, images: np.ndarray, one_thread: None) -> None:
@@ -505,13 +509,13 @@ def test_describing_builds_no_module(folder: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_folder_that_is_not_the_model_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="AutoencoderDC"):
-        encoders.describe_vae(VaeConfig(id=str(folder), subfolder="text_encoder"))
+        encoders.describe_vae(VaeConfig(id=str(folder / "text_encoder")))
     with pytest.raises(UserError, match="gemma2"):
-        describe_text(TextConfig(id=str(folder), subfolder="vae"), "")
+        describe_text(TextConfig(id=str(folder / "vae")), "")
     with pytest.raises(UserError, match="tokenizer"):
-        describe_text(TextConfig(id=str(folder), tokenizer_subfolder="scheduler"), "")
-    with pytest.raises(UserError, match="'nothing'") as caught:
-        hub.resolve(Weights(id=str(folder), subfolder="nothing"))
+        describe_text(TextConfig(id=str(folder / "text_encoder")), "")
+    with pytest.raises(UserError, match="'transformer'") as caught:
+        hub.resolve(StartWeights(id=str(folder)))
     assert "text_encoder" in str(caught.value)
     with pytest.raises(UserError, match=naming(tmp_path / "absent", "OWNER/NAME")):
         hub.resolve(Weights(id=str(tmp_path / "absent")))
@@ -588,6 +592,22 @@ def test_others_may_read_small_models_as_the_umask_says(tmp_path: Path) -> None:
 def umask() -> int:
     os.umask(value := os.umask(0))
     return value
+
+
+@pytest.mark.parametrize("part", ["vae", "text_encoder", "tokenizer"])
+def test_a_models_folder_is_found_in_a_pipelines_and_alone(folder: Path, tmp_path: Path, part: str) -> None:
+    """A pipeline's folder comes first, even if it has a `config.json`."""
+    weights: Weights = {"vae": VaeConfig, "text_encoder": TextConfig, "tokenizer": Tokenizer}[part](id=str(folder))
+    assert hub.resolve(weights) == folder / part
+    alone = weights.model_copy(update={"id": str(folder / part)})
+    assert hub.resolve(alone) == folder / part
+    both = Path(shutil.copytree(folder, tmp_path / "both"))
+    (both / "config.json").write_text("{}")
+    assert hub.resolve(weights.model_copy(update={"id": str(both)})) == both / part
+    shutil.rmtree(both / part)
+    (both / "config.json").unlink()
+    with pytest.raises(UserError, match=naming(part)):
+        hub.resolve(weights.model_copy(update={"id": str(both)}))
 
 
 def test_missing_shards_are_named(folder: Path, tmp_path: Path) -> None:
@@ -711,7 +731,7 @@ def test_a_fitted_vae_begins_as_the_best_linear_code_and_improves(tmp_path: Path
     assert start["psnr"] > best - 2  # the components also serve the jittered views
     assert fitted["psnr"] > start["psnr"] + 0.2
 
-    config = VaeConfig(id=str(tmp_path / "fitted"), subfolder=None)
+    config = VaeConfig(id=str(tmp_path / "fitted"))
     encoder, decoder = encoders.LatentEncoder.load(config, "cpu"), encoders.LatentDecoder.load(config, "cpu")
     latents = from_bits(encoder.encode(np.stack(images)))
     assert 0.98 < float(latents.float().square().mean().sqrt()) < 1.02  # the scaling factor was measured
@@ -728,7 +748,7 @@ def test_a_fitted_vae_does_not_depend_on_the_number_of_threads(tmp_path: Path) -
             torch.set_num_threads(threads)
             small_models.make_vae(tmp_path / str(threads), images, steps=3, sizes=[(32, 32)])
             assert torch.get_num_threads() == threads
-            digests.add(encoders.describe_vae(VaeConfig(id=str(tmp_path / str(threads)), subfolder=None))["weights"])
+            digests.add(encoders.describe_vae(VaeConfig(id=str(tmp_path / str(threads))))["weights"])
     finally:
         torch.set_num_threads(before)
     assert len(digests) == 1

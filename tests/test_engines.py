@@ -33,6 +33,7 @@ from pipeline.work.claims import Claims
 from pipeline.work.disk_space import DiskSpace
 from pipeline.work.progress import Meter, Progress
 from pipeline.work.stop import SIGNALS, Stop, Stopped
+from tests.support.constants import constants, set_constants, unit_sizes
 from tests.support.empty_units import Maker, claimed, planned
 from tests.support.forked import Forked
 from tests.support.messages import naming
@@ -41,14 +42,17 @@ from tests.support.trees import files
 ROOT = Path(__file__).resolve().parent.parent
 MakeConfig = Callable[..., Config]
 STALE_S = 3
-UNITS = (
+BATCHES = (
     "data.pictures={control: {made: canny}, mask: {made: alpha}}",
-    "encode.unit_images=2",
-    "encode.unit_captions=3",
     "encode.image_batch=2",
-    "encode.text_batch=2",
-    f"encode.claim_timeout_s={STALE_S}",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_units(small_cache: Path) -> Iterator[None]:
+    """Small units, which other workers take over soon. The cache that tests share is made before, with usual ones."""
+    with constants({**unit_sizes(2, 3), "pipeline.work.claims.STALE_S": STALE_S}):
+        yield
 
 
 # ---------------------------------------------------------------- the local engine, with a maker that only commits
@@ -508,7 +512,7 @@ def ended(process: Forked) -> str:
 def truth(photos: Path, make_config: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The cache that one undisturbed process makes."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    ended(encode(make_config(folder, *UNITS), photos))
+    ended(encode(make_config(folder, *BATCHES), photos))
     return files(folder / "cache")
 
 
@@ -542,7 +546,7 @@ def stop_with_a_claim(process: Forked, cache: Path) -> None:
 def test_one_stopped_past_the_others_end_and_continued(
     count: int, truth: dict[str, bytes], photos: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = make_config(tmp_path, *UNITS)
+    config = make_config(tmp_path, *BATCHES)
     shares = [("--task-index", str(i), "--task-count", str(count)) for i in range(count)]
     sleeper = encode(config, photos, *shares[0])
     try:
@@ -568,7 +572,7 @@ def made_by(outputs: list[str]) -> dict[str, list[int]]:
 def test_torchrun_gives_the_shares(
     truth: dict[str, bytes], photos: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.yaml").write_text(dump(make_config(tmp_path, *UNITS)))
+    (tmp_path / "config.yaml").write_text(dump(make_config(tmp_path, *BATCHES)))
     done = subprocess.run(
         [
             sys.executable,
@@ -617,7 +621,7 @@ def test_slurm_gives_the_shares(
     make_config: MakeConfig,
     tmp_path: Path,
 ) -> None:
-    config = make_config(tmp_path, *UNITS)
+    config = make_config(tmp_path, *BATCHES)
     made = made_by([ended(p) for p in [encode(config, photos, **environment) for environment in variables]])
     assert set(made) == {"1 of 2", "2 of 2"}
     assert [sum(column) for column in zip(*made.values(), strict=True)] == [13, 12, 12, 12]
@@ -633,8 +637,10 @@ def test_a_signal_ends_it_cleanly_and_it_continues(
     photos: Path,
     make_config: MakeConfig,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = make_config(tmp_path, *UNITS, f"encode.grace_s={grace}")
+    config = make_config(tmp_path, *BATCHES)
+    set_constants(monkeypatch, {"pipeline.work.stop.GRACE_S": grace})
     process = encode(config, photos)
     stop_with_a_claim(process, tmp_path / "cache")
     process.send_signal(number)
@@ -816,12 +822,12 @@ def test_without_a_node_ray_waits_and_says_so_once(
 
 
 def test_errors_of_ray_tasks(cache: Cache, todo: engine.Work, ray: FakeRay) -> None:
-    def failed(error: Exception, **settings: Any) -> BaseException:
+    def failed(error: Exception) -> BaseException:
         ray.calls.clear()
         ray.waiting.clear()
         ray.fails = {1: error}
         with pytest.raises(BaseException) as caught:
-            cluster_of(cache, **settings).run(todo, Progress("units", 0))
+            cluster_of(cache, Stop(7)).run(todo, Progress("units", 0))
         cancelled = [call[1] for call in ray.calls if call[0] == "cancel"]
         assert cancelled == [2, 3, 4, 5, 6], "those that were started and not done"
         assert ray.calls[-1] == ("wait", len(cancelled), len(cancelled), 7.0), "they clean up after themselves"
@@ -829,9 +835,9 @@ def test_errors_of_ray_tasks(cache: Cache, todo: engine.Work, ray: FakeRay) -> N
 
     by_user, other = ray.RayTaskError("remote"), ray.RayTaskError("remote")
     by_user.cause, other.cause = NoSpaceError("full"), ValueError("odd")
-    assert failed(by_user, grace_s=7) is by_user.cause
-    assert failed(other, grace_s=7) is other
-    gone = failed(ray.RayError("  the node died\n more"), grace_s=7)
+    assert failed(by_user) is by_user.cause
+    assert failed(other) is other
+    gone = failed(ray.RayError("  the node died\n more"))
     assert isinstance(gone, UserError) and gone.exit_code == UserError("").exit_code
     assert gone.found == "RayError: the node died"
 
@@ -935,7 +941,7 @@ def units_done(cache: Path) -> int:
 def test_a_ray_cluster_makes_the_same_cache_while_nodes_join_and_die(
     cluster: Any, truth: dict[str, bytes], photos: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = make_config(tmp_path, *UNITS)
+    config = make_config(tmp_path, *BATCHES)
     driver = encode(config, photos, "--engine", "ray", RAY_ADDRESS=cluster.address, **RAY)
     doomed = cluster.add_node(num_cpus=1)  # joins while the driver waits or scans
     while not units_done(tmp_path / "cache"):
@@ -956,7 +962,7 @@ def test_a_ray_cluster_makes_the_same_cache_while_nodes_join_and_die(
 def test_a_signal_to_the_driver_cancels_the_tasks_and_it_continues(
     truth: dict[str, bytes], photos: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = make_config(tmp_path, *UNITS)
+    config = make_config(tmp_path, *BATCHES)
     driver = encode(config, photos, "--engine", "ray", **RAY)  # without RAY_ADDRESS: a local cluster
     while not units_done(tmp_path / "cache"):
         assert driver.poll() is None, driver.output()

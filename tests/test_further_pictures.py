@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from pipeline.signals import Encoders
 from pipeline.signals.control import ControlRecipe
 from pipeline.signals.mask import MaskRecipe
 from pipeline.training.inputs import find_inputs
+from tests.support.constants import constants, unit_sizes
 from tests.support.loading import loader_settings
 from tests.support.messages import naming
 from tests.support.trees import files
@@ -154,8 +155,15 @@ def laid_out(samples: Samples, layout: str, folder: Path) -> tuple[str, list[str
     return str(data), [f"data.pictures.control.{control}", f"data.pictures.mask.{mask}"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_units(small_cache: Path) -> Iterator[None]:
+    """Small units. The cache that tests share is made before, with usual ones."""
+    with constants(unit_sizes(2, 512)):
+        yield
+
+
 def configured(make_config: MakeConfig, folder: Path, *options: str) -> Config:
-    return make_config(folder, "encode.unit_images=2", *options)
+    return make_config(folder, *options)
 
 
 def keys(config: Config, kind: str) -> set[bytes]:
@@ -632,7 +640,7 @@ def test_the_report_counts_and_shows_further_pictures(
     recipe, bucket = snapshot.recipe(ControlRecipe), snapshot.buckets[0]
     control = photos.further(*row, recipe, (bucket.height, bucket.width))
     expected = samples.controls[samples.names.index(Path(row[1]).stem)]
-    assert (np.asarray(control) == recipe.pixels(expected, (bucket.height, bucket.width), 10**9, 10**9)).all()
+    assert (np.asarray(control) == recipe.pixels(expected, (bucket.height, bucket.width), 10**9)).all()
 
     for path in Path(config.cache).glob("shards/mask-*/*/*.tar"):
         path.unlink()

@@ -720,7 +720,7 @@ def test_bucket_refuses_a_name_that_points_elsewhere(
     config = make_config(small_cache_copy.parent)
     first = stages.bucket.run(config, name="r1")
     assert stages.bucket.run(config, name="r1") == first
-    other = make_config(small_cache_copy.parent, "bucket.pad_text_multiple=3")
+    other = make_config(small_cache_copy.parent, "bucket.batch=6")
     with pytest.raises(UserError):
         stages.bucket.run(other, name="r1")
     assert Cache.of(config).snapshot_of("r1") == Cache.of(config).snapshot_of("latest") == first
@@ -947,7 +947,7 @@ def test_encode_makes_records_again_whose_shard_is_gone(
         if damage == "cut":
             path.write_bytes(b"cut")
     with pytest.raises(IntegrityError, match="verify --repair"):
-        stages.bucket.run(make_config(small_cache_copy.parent, "bucket.pad_text_multiple=3"))
+        stages.bucket.run(make_config(small_cache_copy.parent, "bucket.batch=6"))
     done = stages.encode.run(config, data=str(photos))
     assert (done["images"], done["captions"]) == (lost["latent"], lost["text"]), "these, and no others"
     again = stages.encode.run(config, data=str(photos))

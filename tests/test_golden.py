@@ -22,15 +22,17 @@ from pipeline.cache import layout
 from pipeline.cache.cache import Cache
 from pipeline.cache.scan_table import SCAN
 from pipeline.encoding import plan as planning
+from pipeline.snapshots import making
 from tests.support import synthetic
-from tests.support.golden import GOLDEN, SETTINGS, batch_digests, config, losses_after
+from tests.support.golden import GOLDEN, PAD, SETTINGS, batch_digests, config, losses_after
 from tests.support.trees import unpack
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def golden(tmp_path: Path) -> Path:
+def golden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(making, "PAD_TEXT_MULTIPLE", PAD)
     unpack(GOLDEN, tmp_path)
     return tmp_path
 

@@ -25,6 +25,7 @@ from pipeline.images import decoding
 from pipeline.models.encoders import LatentEncoder
 from pipeline.models.frozen import from_bits
 from pipeline.signals.latent import LatentRecipe
+from tests.support.constants import set_constants, unit_sizes
 from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
@@ -150,13 +151,14 @@ def record(kind: str, content: bytes, size: tuple[int, int], decoder: str, vae: 
 @pytest.mark.parametrize("kind", ["control", "mask"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_sample_has_the_right_record_or_a_reason(
-    layout: str, kind: str, seed: int, make_config: MakeConfig, tmp_path: Path
+    layout: str, kind: str, seed: int, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    set_constants(monkeypatch, unit_sizes(4, 512))
     data = tmp_path / "data"
     data.mkdir()
     samples = Samples(seed, layout, kind, data)
     option = f"data.pictures.{kind}.{WAYS[layout]}"
-    config = make_config(tmp_path, "encode.unit_images=4", "encode.max_reject_rate=1", option)
+    config = make_config(tmp_path, "encode.max_reject_rate=1", option)
     done = stages.encode.run(config, str(data))
     refused = {name for name, reason in samples.expected.items() if reason is not None}
     with Path(config.cache, "reports/rejects-data.csv").open() as sheet:

@@ -20,6 +20,7 @@ from pipeline.cache.cache import Cache
 from pipeline.config import Config, EncodeConfig
 from pipeline.encoding import image_batch, plan, unit_records
 from pipeline.models import encoders
+from tests.support.constants import set_constants, unit_sizes
 from tests.support.parameters import first_quick
 
 MakeConfig = Callable[..., Config]
@@ -144,7 +145,8 @@ def test_a_killed_run_and_a_process_with_other_memory_make_the_planned_bytes(
     make_config: MakeConfig, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The batch belongs to the plan: whoever goes on has another memory, and makes the same files."""
-    options = "encode.image_batch=auto", "encode.device=cpu", "encode.unit_images=3"
+    set_constants(monkeypatch, unit_sizes(3, 512))
+    options = "encode.image_batch=auto", "encode.device=cpu"
     sizes: list[tuple[tuple[int, ...], int]] = []
     encode = encoders.LatentEncoder.encode
 

@@ -23,6 +23,7 @@ from pipeline.errors import CacheError
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import join
 from pipeline.sources.detect import open_source
+from tests.support.constants import set_constants, unit_sizes
 from tests.support.synthetic import LATENT, TABLE, add, config, pictures
 
 TEXT = TextRecipe(weights="w")
@@ -141,7 +142,8 @@ def test_every_caption_and_picture_is_planned_once(
     put = cache.put_table
     monkeypatch.setattr(cache, "put_table", lambda table: written.append(table) or put(table))
     usable = [row for row in table.to_pylist() if row["reject"] is None]
-    options = EncodeConfig(unit_captions=11, window=20)
+    set_constants(monkeypatch, unit_sizes(1024, 11, WINDOW=20))
+    options = EncodeConfig()
     captions = planning.caption_work(table, TEXT)
     images = planning.image_work(table, "photos", LATENT, TABLE)
     assert set(images.column("source").to_pylist()) == {"photos"}

@@ -46,8 +46,8 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.encoding": "config errors options amounts launch cache signals sources images models work",
         "pipeline.training": "config errors options gpus amounts terminal counters processes retrying launch cache"
         " metrics signals sources models kernels snapshots loader parallel",
-        "pipeline.planning": "config errors options gpus amounts launch cache signals images models kernels loader"
-        " parallel training",
+        "pipeline.planning": "config errors options yaml_text gpus amounts launch cache signals images models kernels"
+        " loader parallel training",
         "pipeline.reporting": "config errors options yaml_text amounts processes cache signals sources images models"
         " snapshots loader encoding training",
         "pipeline.cli": "config errors options launch processes sources.formats stages",

@@ -84,7 +84,7 @@ def test_a_mask_is_read_as_it_is_meant_in_every_form(name: str) -> None:
     sink = io.BytesIO()
     _masks()[name].save(sink, "PNG")
     recipe = MaskRecipe(decoder=pillow_decoder.DECODER, background=(255, 255, 255))
-    pixels = recipe.pixels(sink.getvalue(), (64, 64), 10**6, 10**9)
+    pixels = recipe.pixels(sink.getvalue(), (64, 64), 10**6)
     expected = np.asarray(_masks()["rgb"])
     assert pixels.shape == (64, 64, 3) and np.abs(pixels.astype(int) - expected).max() == 0
 
@@ -101,7 +101,7 @@ def test_masks_of_classes_and_colours_are_refused_in_words() -> None:
         sink = io.BytesIO()
         picture.save(sink, "PNG")
         with pytest.raises(decoding.ImageReject, match=word):
-            recipe.pixels(sink.getvalue(), (64, 64), 10**6, 10**9)
+            recipe.pixels(sink.getvalue(), (64, 64), 10**6)
 
 
 def test_bucket_counts_masks_that_say_nothing(

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from pipeline.work import claims, progress_rows
 from pipeline.work.progress import Meter, Progress
 from pipeline.work.progress_rows import ProgressRows
 from tests.support import prometheus
+from tests.support.constants import constants, set_constants, unit_sizes
 from tests.support.failing_reads import disconnect
 from tests.support.forked import Forked
 from tests.support.prometheus import total
@@ -43,7 +44,14 @@ from tests.support.waiting import until
 
 MakeConfig = Callable[..., Config]
 ROOT = Path(__file__).parent.parent
-UNITS = ("encode.unit_images=2", "encode.unit_captions=2", "encode.device=cpu")
+CPU = ("encode.device=cpu",)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_units(small_cache: Path) -> Iterator[None]:
+    """Small units. The cache that tests share is made before, with usual ones."""
+    with constants(unit_sizes(2, 2)):
+        yield
 
 
 def written(cache: str | Path) -> dict[str, list[dict[str, Any]]]:
@@ -61,7 +69,7 @@ def done(photos: Path, make_config: MakeConfig, tmp_path_factory: pytest.TempPat
     """Photographs that were encoded, and three steps of training on them."""
     folder = tmp_path_factory.mktemp("metrics")
     train = ("train.steps=3", "train.log_every=1", "train.device=cpu", "train.trackers=[]", "train.compile=none")
-    config = make_config(folder, *UNITS, *train, f"metrics.textfile={folder / 'prom/node'}")
+    config = make_config(folder, *CPU, *train, f"metrics.textfile={folder / 'prom/node'}")
     stages.encode.run(config, data=str(photos))
     stages.bucket.run(config)
     stages.train.run(config)
@@ -129,7 +137,7 @@ def test_retries_of_a_source_are_counted(
 ) -> None:
     data = tmp_path / "data"
     shutil.copytree(photos, data)
-    config = make_config(tmp_path, *UNITS, f"metrics.textfile={tmp_path / 'prom'}", "encode.workers=0")
+    config = make_config(tmp_path, *CPU, f"metrics.textfile={tmp_path / 'prom'}", "encode.workers=0")
     monkeypatch.setattr(retrying, "PAUSE_S", 0.01)
     before = counters.totals()["retries"]
     disconnect(monkeypatch, str(data), every=2)
@@ -145,7 +153,7 @@ def test_rejects_are_counted_by_reason(
     data = tmp_path / "data"
     shutil.copytree(photos, data)
     picture = sorted(data.glob("*.jpg"))[0]
-    config = make_config(tmp_path, *UNITS, f"metrics.textfile={tmp_path / 'prom'}")
+    config = make_config(tmp_path, *CPU, f"metrics.textfile={tmp_path / 'prom'}")
     whole, real = picture.read_bytes(), UnitEncoder.make
 
     def late(self: UnitEncoder, *given: Any) -> Any:
@@ -178,13 +186,13 @@ def often(go: Path) -> None:
 
 @pytest.mark.dist
 def test_two_tasks_write_two_files_and_a_killed_one_leaves_its_file_whole(
-    photos: Path, make_config: MakeConfig, tmp_path: Path
+    photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, prom = make_config(tmp_path, *UNITS), tmp_path / "prom"
+    config, prom = make_config(tmp_path, *CPU), tmp_path / "prom"
     models = [f"--set=vae.id={config.vae.id}", f"--set=text.id={config.text.id}"]
-    sets = [f"--set={text}" for text in (*UNITS, f"cache={config.cache}", f"metrics.textfile={prom}")]
+    sets = [f"--set={text}" for text in (*CPU, f"cache={config.cache}", f"metrics.textfile={prom}")]
     command = ["encode", "--config", "tiny", "--data", str(photos), "--task-count", "2", *models, *sets]
-    command.append("--set=encode.claim_timeout_s=2")
+    set_constants(monkeypatch, {"pipeline.work.claims.STALE_S": 2})
     held = partial(often, tmp_path / "go")
     tasks = [Forked(*command, "--task-index", str(task), before=held) for task in (0, 1)]
     until(lambda: prom.is_dir() and len(list(prom.glob("*.prom"))) == 2, 120)
@@ -492,7 +500,7 @@ def test_status_shows_processes_that_encode(working: tuple[Config, Any], capsys:
 def test_status_shows_what_stores_cost_a_process_that_encodes(
     photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    config, real, retries = make_config(tmp_path, *UNITS), UnitEncoder.make, list[float]()
+    config, real, retries = make_config(tmp_path, *CPU), UnitEncoder.make, list[float]()
 
     def make(self: UnitEncoder, *given: Any) -> Any:
         if retries:

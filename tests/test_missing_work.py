@@ -17,6 +17,7 @@ from pipeline.cache.layout import Paths
 from pipeline.config import EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding.unit_records import EncodedRecord, write_unit
+from tests.support.constants import constants, unit_sizes
 from tests.support.lowered import lower_limits
 from tests.support.synthetic import LATENT
 
@@ -39,7 +40,8 @@ def commit(cache: Cache, plan: WorkPlan, unit: Unit, fates: dict[bytes, str]) ->
 
 
 def plans_of(cache: Cache, work: pa.Table) -> list[WorkPlan]:
-    return planning.plan_images(cache, LATENT, work, EncodeConfig(unit_images=3, window=8))
+    with constants(unit_sizes(3, 512, WINDOW=8)):
+        return planning.plan_images(cache, LATENT, work, EncodeConfig())
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import IntegrityError, UserError
 from pipeline.signals.text import TextRecipe
+from tests.support.constants import set_constants, unit_sizes
 
 KILLED = -int(signal.SIGKILL)
 SIZES = ((64, 64), (80, 48))
@@ -148,10 +149,7 @@ class Chain(RuleBasedStateMachine):
         self.config = self.make_config(
             self.folder,
             "bucket.batch=1",
-            "encode.unit_images=2",
-            "encode.unit_captions=3",
             "text.mode=exact",
-            "encode.claim_timeout_s=0.2",
             "data.decoder=pillow",
             "encode.max_shrink=1",
             "encode.signals=[phash]",
@@ -454,10 +452,15 @@ class Chain(RuleBasedStateMachine):
 @pytest.mark.fault
 @pytest.mark.timeout(12 * 3600)  # `make fault-long`: 400 examples of half a minute
 def test_every_chain_leads_back_to_a_whole_cache(
-    make_config: Callable[..., Config], pytestconfig: pytest.Config, one_thread: None, tmp_path: Path
+    make_config: Callable[..., Config],
+    pytestconfig: pytest.Config,
+    one_thread: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Examples: `--fault-seeds` times four. A failure prints its chain. Once mended it becomes a test of the code that
     failed, beside the others of that code."""
+    set_constants(monkeypatch, {**unit_sizes(2, 3), "pipeline.work.claims.STALE_S": 0.2})
     import stages.encode
 
     Chain.make_config = staticmethod(make_config)

@@ -10,12 +10,11 @@ import pytest
 import skimage.data
 from PIL import Image, ImageDraw, ImageOps
 
-from pipeline.config import BucketConfig
 from pipeline.images.perceptual_hash import BITS, LENGTH, VIEW_WORDS, WORDS, flipped, hashes
 from pipeline.snapshots import near
 
 GRAY = 0x8080  # a word of colours
-DISTANCE = BucketConfig().dedup_distance
+DISTANCE = near.DISTANCE
 
 
 def random_hashes(count: int, seed: int = 0) -> np.ndarray:

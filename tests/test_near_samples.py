@@ -29,6 +29,8 @@ from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, IntegrityError
 from pipeline.reporting.figures import collect
 from pipeline.snapshots import heldout, join, near_samples, selection
+from pipeline.snapshots.near import DISTANCE
+from tests.support.constants import set_constants, unit_sizes
 
 MakeConfig = Callable[..., Config]
 SIZE = "encode.signals=[phash]"
@@ -105,11 +107,11 @@ def test_one_picture_of_each_group_stays_the_largest(
     assert all(f"all: {item}" in out for item in every - left), "every picture of a few groups"
 
 
-def test_distance_zero_leaves_copies_alone(config: Callable[..., Config]) -> None:
+def test_distance_zero_leaves_copies_alone(config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     every = items(Cache(config().cache).open_snapshot(stages.bucket.run(config())))
-    exact = stages.bucket.run(config("bucket.dedup=near", "bucket.dedup_distance=0"))
     near = items(Cache(config().cache).open_snapshot(stages.bucket.run(config("bucket.dedup=near"))))
-    sure = items(Cache(config().cache).open_snapshot(exact))
+    set_constants(monkeypatch, {"pipeline.snapshots.near.DISTANCE": 0})
+    sure = items(Cache(config().cache).open_snapshot(stages.bucket.run(config("bucket.dedup=near"))))
     assert near < sure <= every
 
 
@@ -135,7 +137,7 @@ def test_groups_are_held_out_whole(config: Callable[..., Config], source: Path, 
     for name in originals(source):
         group = {f"{name}.jpg", *(f"{name}-{end}.jpg" for end in ("small", "mirrored", "cropped"))}
         assert group <= items(train) or group <= items(part)
-    assert train.head.policies.heldout is not None and train.head.policies.heldout.distance == of.bucket.dedup_distance
+    assert train.head.policies.heldout is not None and train.head.policies.heldout.distance == DISTANCE
     heldout.check_disjoint(train, part)
     assert heldout.find(cache, train) == part.id
 
@@ -239,7 +241,7 @@ def test_view_names_the_samples_that_look_the_same(
     near = json.loads(capsys.readouterr().out)["near"]
     assert {each["item"] for each in near} == {f"all: {name}-{end}.jpg" for end in ("small", "mirrored", "cropped")}
     assert [each["bits"] for each in near] == sorted(each["bits"] for each in near)
-    assert all(each["bits"] <= of.bucket.dedup_distance for each in near)
+    assert all(each["bits"] <= DISTANCE for each in near)
     stages.view.run(of, f"{name}.jpg", near=True)
     assert f"near:      all: {name}-small.jpg (" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no hashes"):
@@ -327,10 +329,13 @@ def test_a_difference_names_hashes_that_only_one_snapshot_has(
     assert stages.snapshots.diff(plain, with_hashes, with_hashes) == 0
 
 
-def test_tasks_and_a_changed_picture(source: Path, encoded: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_tasks_and_a_changed_picture(
+    source: Path, encoded: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two tasks give the snapshot of one; a picture that changes leaves its group."""
+    set_constants(monkeypatch, unit_sizes(4, 512))
     data = Path(shutil.copytree(source, tmp_path / "all"))
-    options = (SIZE, "bucket.dedup=near", "encode.unit_images=4")
+    options = (SIZE, "bucket.dedup=near")
     alone, shared = (make_config(tmp_path / name, *options) for name in ("alone", "shared"))
     stages.encode.run(alone, data=str(data))
     for task in (1, 0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 def settings_of(folder: Path, start: Path, optimizer: str, precision: str, **more: Any) -> Any:
     optim = {
         "name": optimizer,
-        "lr": RATE,
-        "scale_lr": "sqrt",
+        "lr": RATE * math.sqrt(tiny_run.GLOBAL_BATCH / 256),
         "warmup_steps": WARMUP,
         "clip": CLIP,
         "weight_decay": DECAY,
@@ -112,7 +112,7 @@ def settings_of(folder: Path, start: Path, optimizer: str, precision: str, **mor
     }
     options = {"recipe": "nvlabs", "microbatch": 8, "save_every": STEPS, "async_save": False, **more}
     settings = tiny_run.config(folder, steps=STEPS, precision=precision, optim=optim, **options)
-    return settings.model_copy(update={"model": ModelConfig(weights=StartWeights(id=str(start), subfolder=None))})
+    return settings.model_copy(update={"model": ModelConfig(weights=StartWeights(id=str(start)))})
 
 
 def trained(settings: Any) -> tuple[list[float], nvlabs.Weights]:

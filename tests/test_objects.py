@@ -42,6 +42,7 @@ from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.work import engine
 from tests.support import tiny_cache
+from tests.support.constants import set_constants, unit_sizes
 from tests.support.forked import Forked
 from tests.support.messages import naming
 
@@ -584,9 +585,10 @@ def test_encode_bucket_load_verify_repair_over_s3(
 @pytest.mark.fault
 @pytest.mark.timeout(600)
 def test_killed_over_s3_then_finished(
-    fault_seed: int, place: str, photos: Path, make_config: MakeConfig, tmp_path: Path
+    fault_seed: int, place: str, photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    units = ("encode.unit_images=2", "encode.unit_captions=3", "encode.image_batch=2", "encode.claim_timeout_s=3")
+    set_constants(monkeypatch, {**unit_sizes(2, 3), "pipeline.work.claims.STALE_S": 3})
+    units = ("encode.image_batch=2",)
     whole = make_config(tmp_path / "whole", *units)
     (tmp_path / "whole").mkdir()
     config = make_config(tmp_path, *units, f"cache={place}", f"mirror.path={tmp_path / 'mirror'}")

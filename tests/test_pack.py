@@ -476,6 +476,7 @@ import stages.pack
 import stages.snapshots
 import stages.status
 import stages.verify
+import pipeline.work.claims
 from pipeline.config import load
 real = JointWriter.finish
 def slow(self):
@@ -483,7 +484,8 @@ def slow(self):
     time.sleep(float(sys.argv[2]))
     return real(self)
 JointWriter.finish = slow
-config = load("tiny", [f"cache={sys.argv[1]}", "bucket.pack_mib=1", "encode.claim_timeout_s=2"])
+config = load("tiny", [f"cache={sys.argv[1]}", "bucket.pack_mib=1"])
+pipeline.work.claims.STALE_S = 2
 print("packed", stages.pack.run(config), flush=True)
 """
 

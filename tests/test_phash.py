@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,18 @@ from pipeline.loader.loader import Loader
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
 from pipeline.signals.phash import HashRecipe
+from tests.support.constants import constants, unit_sizes
 from tests.support.loading import loader_settings
 from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_units(small_cache: Path) -> Iterator[None]:
+    """Small units. The cache that tests share is made before, with usual ones."""
+    with constants(unit_sizes(4, 512)):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +62,7 @@ def hashed_copy(hashed: Path, tmp_path: Path) -> Path:
 
 
 def with_hashes(make_config: MakeConfig, folder: Path, *options: str) -> Config:
-    return make_config(folder, "encode.signals=[phash]", "encode.unit_images=4", *options)
+    return make_config(folder, "encode.signals=[phash]", *options)
 
 
 def shards(cache: Path, kind: str) -> dict[str, bytes]:
@@ -91,7 +99,7 @@ def test_hashes_are_those_of_the_pixels_of_the_latents(hashed: Path, photos: Pat
 def test_a_picture_is_read_and_decoded_once_and_latents_stay(
     photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = make_config(tmp_path / "plain", "encode.unit_images=4")
+    plain = make_config(tmp_path / "plain")
     stages.encode.run(plain, data=str(photos))
     decoded: list[int] = []
     real = decoding.load

@@ -26,6 +26,7 @@ from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.text import TextEncoder
 from pipeline.sources import caption_rules
+from tests.support.constants import set_constants
 from tests.support.loading import loader_settings
 
 MakeConfig = Callable[..., Config]
@@ -78,9 +79,10 @@ def losses(config: Config, batches: list[Batch]) -> list[float]:
 
 
 def test_cached_training_is_training_with_the_encoders_in_the_loop(
-    photos: Path, make_config: MakeConfig, tmp_path: Path
+    photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(tmp_path, "encode.image_batch=1", "encode.text_batch=1", "bucket.batch=4")
+    set_constants(monkeypatch, {"pipeline.encoding.plan.CPU_TEXT_BATCH": 1})
+    config = make_config(tmp_path, "encode.image_batch=1", "bucket.batch=4")
     stages.encode.run(config, data=str(photos))
     stages.bucket.run(config)
     snapshot = Cache(config.cache).open_snapshot()

@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.distributed.tensor import DTensor
+from torch.distributed.pipelining.schedules import Schedule1F1B
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.config import ParallelConfig
@@ -62,14 +59,6 @@ def test_slices_are_consecutive_and_even(blocks: int, stages: int) -> None:
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
     assert sizes[0] == min(sizes), "the first stage holds the activations of the most microbatches"
-
-
-@pytest.mark.parametrize("schedule", pipeline_parallel.SCHEDULES)
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_stage_has_one_process(schedule: Any, size: int) -> None:
-    parallel = ParallelConfig(pp_size=size, pp_schedule=schedule)
-    numbers = [number for rank in range(size) for number in pipeline_parallel.stage_numbers(rank, size, parallel)]
-    assert sorted(numbers) == list(range(size * parallel.stages_per_rank))
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])
@@ -128,44 +117,6 @@ def test_gradients_for_the_stage_before_are_contiguous() -> None:
     assert gradient.is_contiguous()
 
 
-# ------------------------------------------------------------------------------------- several stages, one process
-
-
-@pytest.fixture
-def alone() -> Iterator[Any]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
-    finally:
-        dist.destroy_process_group()
-
-
-def test_the_stages_of_a_process_are_one_module(alone: Any) -> None:
-    """Names, identity of every parameter after sharding, and what is loaded through it reaches the stages."""
-    model = SanaTransformer.from_scratch(config(), 0)
-    first, _, third, last = stages_of(model, 4)
-    for stage in (first, third, last):
-        fully_shard(stage, mesh=alone)
-    parts = pipeline_parallel.join_stages([first, third, last])
-    expected = by_name(first, third, last)
-    actual = dict(parts.named_parameters())
-    assert actual.keys() == expected.keys() and "scale_shift_table" in actual
-    assert all(actual[name] is expected[name] and isinstance(actual[name], DTensor) for name in actual)
-    parts.load_state_dict({name: torch.full_like(value, 3.0) for name, value in parts.state_dict().items()})
-    assert all(bool((p.full_tensor() == 3).all()) for p in last.parameters())  # type: ignore[attr-defined]
-
-
-def test_an_exchange_of_parameters_reaches_the_stages() -> None:
-    first, _, last = stages_of(SanaTransformer.on_meta(config()), 3)
-    parts = pipeline_parallel.join_stages([first, last]).to_empty(device="cpu")
-    actual = dict(parts.named_parameters())
-    assert all(actual[name] is value and not value.is_meta for name, value in by_name(first, last).items())
-
-
-def by_name(*stages: nn.Module) -> dict[str, Tensor]:
-    return {name: value for stage in stages for name, value in stage.named_parameters()}
-
-
 # -------------------------------------------------------------------------------------------------------- schedules
 
 
@@ -190,17 +141,13 @@ def one_of_many() -> Iterator[Any]:
 def first_of_two(one_of_many: Any) -> pipeline_parallel.Pipeline:
     one_of_many(2)
     stage = stages_of(SanaTransformer.from_scratch(config(), 0), 2)[0]
-    return pipeline_parallel.Pipeline([stage], init_device_mesh("cpu", (2,)), ParallelConfig(pp_size=2))
+    return pipeline_parallel.Pipeline(stage, init_device_mesh("cpu", (2,)))
 
 
-def accepted_by_torch(parallel: ParallelConfig, count: int, group: dist.ProcessGroup) -> bool:
-    size, several = parallel.pp_size, parallel.stages_per_rank > 1
-    numbers = pipeline_parallel.stage_numbers(0, size, parallel)
-    total = size * parallel.stages_per_rank
-    stages = [PipelineStage(nn.Identity(), number, total, CPU, group=group) for number in numbers]
-    kind: Any = get_schedule_class(pipeline_parallel.SCHEDULES[parallel.pp_schedule])
+def accepted_by_torch(size: int, count: int, group: dist.ProcessGroup) -> bool:
+    stage = PipelineStage(nn.Identity(), 0, size, CPU, group=group)
     try:
-        kind(stages if several else stages[0], count, loss_fn=nn.MSELoss())
+        Schedule1F1B(stage, count, loss_fn=nn.MSELoss())
     except ValueError:
         return False
     return True
@@ -209,57 +156,40 @@ def accepted_by_torch(parallel: ParallelConfig, count: int, group: dist.ProcessG
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_what_is_refused_is_what_torch_refuses(one_of_many: Any, size: int) -> None:
     group = one_of_many(size)
-    for schedule in pipeline_parallel.SCHEDULES:
-        parallel = ParallelConfig(pp_size=size, pp_schedule=schedule)  # type: ignore[arg-type]
-        for count in range(1, 12):
-            try:
-                pipeline_parallel.check(20, {"8x8": count}, 1, parallel)
-                passed = True
-            except ConfigError:
-                passed = False
-            assert passed == accepted_by_torch(parallel, count, group), (schedule, count)
+    for count in range(1, 12):
+        try:
+            pipeline_parallel.check(20, {"8x8": count}, 1, size)
+            passed = True
+        except ConfigError:
+            passed = False
+        assert passed == accepted_by_torch(size, count, group), count
 
 
-@pytest.mark.parametrize(
-    ("schedule", "share", "microbatch"),
-    [("1f1b", 12, 5), ("1f1b", 12, 4), ("gpipe", 12, 8), ("interleaved_1f1b", 18, 2), ("interleaved_1f1b", 18, 4)],
-)
-def test_the_refusal_names_values_that_work(schedule: Any, share: int, microbatch: int) -> None:
-    parallel = ParallelConfig(pp_size=4, pp_schedule=schedule)
+@pytest.mark.parametrize(("share", "microbatch"), [(12, 5), (12, 4)])
+def test_the_refusal_names_values_that_work(share: int, microbatch: int) -> None:
     shares = {"16x64": 6 * microbatch, "32x32": share}  # the first one is right
     with pytest.raises(ConfigError, match=f"bucket 32x32: {share} samples") as caught:
-        pipeline_parallel.check(20, shares, microbatch, parallel)
+        pipeline_parallel.check(20, shares, microbatch, 4)
     named = re.search(r"train.microbatch = ([\d, ]+) ?(or|$)", str(caught.value))
     assert named is not None
     for value in named[1].split(", "):
-        pipeline_parallel.check(20, shares, int(value), parallel)
+        pipeline_parallel.check(20, shares, int(value), 4)
 
 
 def test_shares_that_no_microbatch_saves() -> None:
-    four = ParallelConfig(pp_size=4)
-    with pytest.raises(ConfigError, match=r"fix:      train.parallel.pp_schedule = gpipe, .*multiple = 4") as caught:
-        pipeline_parallel.check(20, {"32x32": 3}, 1, four)
+    with pytest.raises(ConfigError, match=r"fix:      sana-pipe bucket .*multiple = 4") as caught:
+        pipeline_parallel.check(20, {"32x32": 3}, 1, 4)
     with pytest.raises(
         ConfigError, match=r"(?s)32x32: 2 .*nor can those of 1 other.*fix:      sana-pipe bucket .*multiple = 4"
     ):
-        pipeline_parallel.check(20, {"32x32": 2, "64x16": 3}, 2, four)
+        pipeline_parallel.check(20, {"32x32": 2, "64x16": 3}, 2, 4)
     assert "train.microbatch" not in str(caught.value).partition("fix:")[2]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "says"),
-    [
-        ("1f1b", r"(?s)3 blocks .* 4 stages.*pp_size = 4 with 1 stage.*pp_size of at most 3$"),
-        (
-            "interleaved_1f1b",
-            r"(?s)3 blocks .* 8 stages.*pp_size = 4 with 2 stage.*pp_size of at most 1, .*1f1b \(at most 3\)",
-        ),
-    ],
-)
-def test_fewer_blocks_than_stages_are_refused(schedule: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        pipeline_parallel.check(3, {}, 1, ParallelConfig(pp_size=4, pp_schedule=schedule))
-    pipeline_parallel.check(8, {}, 1, ParallelConfig(pp_size=4, pp_schedule=schedule))
+def test_fewer_blocks_than_stages_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)3 blocks .* 4 stages.*pp_size = 4.*pp_size of at most 3$"):
+        pipeline_parallel.check(3, {}, 1, 4)
+    pipeline_parallel.check(4, {}, 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -276,20 +206,6 @@ def test_the_trainer_refuses_before_any_process_group_starts(settings: dict[str,
     with pytest.raises(ConfigError, match=says):
         fit(given, tiny_run.task(given), launch)
     assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("parallel", "says"),
-    [
-        ({"pp_schedule": "1f1b", "pp_stages_per_rank": 2}, "interleaved_1f1b takes several"),
-        ({"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 1}, "1f1b takes 1"),
-    ],
-)
-def test_impossible_settings(parallel: dict[str, Any], says: str) -> None:
-    recomputed = {"activation_checkpointing": "full"}
-    with pytest.raises(ValidationError, match=says):
-        tiny_run.config(parallel={"pp_size": 2, **parallel}, **recomputed)
-    tiny_run.config(parallel={"pp_size": 2, "pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 3}, **recomputed)
 
 
 def test_parameters_stay_gathered_in_a_pipeline() -> None:

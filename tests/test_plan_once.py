@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,19 @@ from pipeline.sources.reject_kinds import Kinds
 from pipeline.work.claims import Claims
 from pipeline.work.engine import Worker
 from pipeline.work.stop import Stop, Stopped
+from tests.support.constants import constants, set_constants, unit_sizes, with_site
 from tests.support.trees import files
 
 ROOT = Path(__file__).resolve().parent.parent
 COUNT = 10
-UNITS = ["encode.unit_images=2", "encode.unit_captions=3", "data.resolution=512"]
+OPTIONS = ["data.resolution=512"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_units() -> Iterator[None]:
+    """Small units."""
+    with constants(unit_sizes(2, 3)):
+        yield
 
 
 def picture(n: int) -> bytes:
@@ -55,11 +64,11 @@ def start(folder: Path, place: Path, task: int, tasks: int, **options: Any) -> s
     place.mkdir(exist_ok=True)
     words = {"cache": str(place / "cache"), "data": str(folder), "log": str(place / "log"), "task": task}
     argv = [sys.executable, "-m", "tests.support.workers.planning"]
-    options = {"options": [*UNITS, "encode.max_reject_rate=0.5"], **options}
+    options = {"options": [*OPTIONS, "encode.max_reject_rate=0.5"], **options}
     return subprocess.Popen(
         [*argv, json.dumps({**words, "tasks": tasks, **options})],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": with_site(str(ROOT))},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -137,14 +146,14 @@ ITEMS = 100_000
 
 
 @pytest.mark.dist
-def test_a_process_that_did_not_plan_needs_little_memory(tmp_path: Path) -> None:
+def test_a_process_that_did_not_plan_needs_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Private memory (RssAnon) beyond that before the scan, of two processes over an unchanged source of tars."""
     place = tmp_path / "large"
     place.mkdir()
     large_cache.scanned(place, ITEMS)
-    options = ["encode.unit_images=4096", "encode.unit_captions=16384", "encode.unit_mib=4096"]
+    set_constants(monkeypatch, unit_sizes(4096, 16384, UNIT_BYTES=4096 << 20))
     meetings = {"once": 2, "finish": 2}
-    both = [start(place, place, n, 2, items=ITEMS, options=options, meetings=meetings) for n in range(2)]
+    both = [start(place, place, n, 2, items=ITEMS, options=[], meetings=meetings) for n in range(2)]
     peak = dict.fromkeys((process.pid for process in both), 0)
     while any(process.poll() is None for process in both):
         for pid in peak:

@@ -192,8 +192,8 @@ def test_the_bucket_section_is_a_configuration(tmp_path: Path) -> None:
     tables = buckets.resolutions(config.bucket, config.data, 32)
     shapes = [shape for _, table in tables for shape in table]
     batches = dict(zip(shapes, buckets.batches(config.bucket, shapes, 32), strict=True))
-    assert (batches[1024, 1024], batches[512, 2048], batches[512, 512]) == (32, 24, 128)
-    assert set(example["bucket"]) | {"batch", "grow", "pad_text_multiple"} == set(type(config.bucket).model_fields)
+    assert (batches[1024, 1024], batches[512, 512]) == (32, 128)
+    assert set(example["bucket"]) | {"batch", "grow"} == set(type(config.bucket).model_fields)
 
 
 def test_every_room_is_listed() -> None:

@@ -47,7 +47,7 @@ def make_small(path: Path, base: Path, models: Path) -> None:
     """Put the demonstration's models, sizes and two steps into a configuration."""
     tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     tiny = yaml.safe_load((SHIPPED / "tiny.yaml").read_text(encoding="utf-8"))
-    tree["model"] = {"weights": {"id": str(base), "subfolder": "transformer"}}
+    tree["model"] = {"weights": {"id": str(base)}}
     for section in ("vae", "text"):
         tree[section] = {**tiny[section], "id": str(models)}
     short = {"steps": 2, "microbatch": 4, "precision": "fp32", "activation_checkpointing": "none", "save_every": 1}

@@ -1,7 +1,8 @@
-"""What `init` recommends: a table of folders and cards, the page of the tables, and the shipped configurations."""
+"""What `init` writes: a table of folders and cards, what it changes in shipped configurations, and its page."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from io import BytesIO
 from pathlib import Path
@@ -12,16 +13,16 @@ import pytest
 import yaml
 from PIL import Image
 
-from pipeline.config import load, load_given
+from pipeline.config import SHIPPED, load, load_given
 from pipeline.errors import UserError
-from pipeline.options import value_at
+from pipeline.options import flat, put, value_at
 from pipeline.planning import recommend
 from pipeline.planning.recommend import FULL, LORA, SCRATCH, Facts
+from pipeline.yaml_text import edited, from_yaml
 from stages import init
 from stages.init import Options
 from tests.support.command_lines import dry_run
 from tests.support.messages import naming
-from tests.support.recipe_tables import markdown
 
 PAGE = Path(__file__).parent.parent / "docs/recipes.md"
 SENTENCE = "a brown dog sits on the grass in front of a red house"
@@ -155,8 +156,8 @@ def test_the_choices_suit_pictures_and_card(
     for option in expected:
         leaf = option.rpartition(".")[2]
         assert leaf not in yaml.safe_load(text) or leaf in said
-    comments = [line for line in text.splitlines() if line.lstrip().startswith("#")]
-    assert len(comments) > 15 and max(map(len, comments[1:])) <= 120
+    comments = [line for line in text.splitlines() if "# " in line]
+    assert len(comments) > 15 and max(map(len, comments[1:])) <= 120 and len(text.splitlines()) <= 120
     assert config.train.pictures is not None and said.rstrip().splitlines()[-1].startswith("next: sana-pipe run ")
 
 
@@ -279,9 +280,8 @@ def test_what_cannot_be_trained_on_is_refused(
 def test_validation_needs_a_digest_that_is_held_out(tmp_path: Path) -> None:
     sizes = np.full(40, 1024)
     facts = {"heights": sizes, "widths": sizes, "pictures": 40, "captioned": 40, "captions": (SENTENCE,)}
-    for held_out, share in ((0, None), (3, 0.1), (None, 0.1)):
-        made = recommend.recommend(Facts(**facts, held_out=held_out))
-        assert next((c.value for c in made.choices if c.option == "bucket.heldout"), None) == share
+    for held_out, share in ((0, 0.0), (3, 0.1), (None, 0.1)):
+        assert recommend.recommend(Facts(**facts, held_out=held_out)).value("bucket.heldout") == share
 
 
 @pytest.mark.parametrize(
@@ -297,45 +297,66 @@ def test_tags_are_told_from_sentences(caption: str, answer: bool) -> None:
     assert recommend.is_tags(caption) == answer
 
 
-def test_the_page_has_the_tables() -> None:
+def test_the_page_has_the_numbers() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text.endswith(markdown()), "python -m tests.support.recipe_tables"
     assert f"fewer than {recommend.FULL_FROM:,} pictures" in text
     assert f"enlarged by at most {recommend.SHARP:g} at 1024 px" in text
     assert f"enlarged by more than {recommend.LARGEST:g} " in text
     assert f"| {recommend.HELDOUT[-1][0]} pictures and more |" in text
+    assert f"| fewer than {recommend.SMALL_SET:,} pictures for full fine-tuning | a batch of 16 " in text
+    for steps in recommend.STEPS.values():
+        assert f" {steps.visits} times" in text and f"in {steps.least:,} to {steps.most:,}" in text
+    for path in (SHIPPED / f"{name}.yaml" for name in BASES):
+        assert f"(../configs/{path.name})" in text
 
 
-SHIPPED = {  # configuration: purpose, pictures of which the table gives the same values
-    "sana_1600m_1024_lora": (LORA, 40),
-    "sana_1600m_1024": (FULL, 10_000),
-    "sana_600m_512": (FULL, 20_000),
+BASES: dict[str, tuple[str, int, set[str]]] = {
+    "sana_1600m_1024_lora": (LORA, 40, {"train.steps"}),
+    "sana_1600m_1024": (FULL, 20_000, {"bucket.heldout", "train.validation"}),
+    "sana_600m_512": (FULL, 20_000, {"bucket.heldout", "train.validation"}),
+    "sana_600m_512_scratch": (SCRATCH, 400_000, {"bucket.heldout", "train.validation"}),
 }
+"""Configuration: purpose, and pictures for which only these options and the run directory are not those of the file."""
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_the_shipped_configurations_are_rows_of_the_table(name: str) -> None:
-    """Every value that the table gives is theirs, and their models are the table's."""
-    purpose, pictures = SHIPPED[name]
-    side = np.full(pictures, load(name).data.resolution)
+@pytest.mark.parametrize("name", BASES)
+def test_a_shipped_configuration_is_what_is_written_for_its_pictures(name: str) -> None:
+    """Its values, models and steps; what differs is read back, and nothing else is another value."""
+    purpose, pictures, differing = BASES[name]
+    given = load(name)
+    side = np.full(pictures, given.data.resolution)
     facts = Facts(side, side, pictures, pictures, (SENTENCE,), memory_gib=80.0)
     made = recommend.recommend(facts, purpose)
-    tree, given = load(name).model_dump(mode="json"), load_given(name)[1].tree
-    texts = {"cache", "train.output"}
-    ours = {choice.option: choice.value for choice in made.choices if choice.option not in texts}
-    assert {option: ours.pop(option) for option in ("vae", "text", "model")} == {
-        option: given[option] for option in ("vae", "text", "model")
-    }
-    steps = ours.pop("train.steps")
+    assert (made.base, made.is_mixed) == (name, False)
+    assert {choice.option for choice in made.choices} == {*differing, "train.output"}
     if purpose == LORA:
-        assert (tree["train"]["epochs"], steps) == (recommend.STEPS[LORA].visits, 1800)
+        assert (given.train.epochs, made.value("train.steps")) == (recommend.STEPS[LORA].visits, 1800)
     else:
-        assert tree["train"]["steps"] == steps == recommend.STEPS[FULL].most
-        for option in ("bucket.heldout", "train.validation", "train.pictures"):
-            ours.pop(option)  # these two hold nothing out, because they know no number of pictures
-    for option, value in ours.items():
-        theirs = value_at(tree, option)
-        assert (theirs if not isinstance(value, dict) else {key: theirs[key] for key in value}) == value, option
+        assert given.train.steps == recommend.STEPS[purpose].most
+    values, shipped = dict(flat(from_yaml(made.text()))), dict(flat(load_given(name)[1].tree))
+    for choice in made.choices:
+        assert value_at(from_yaml(made.text()), choice.option) == choice.value
+    changed = {option for option in {*values, *shipped} if values.get(option) != shipped.get(option)}
+    assert all(
+        any(option.startswith(name) for name in (*differing, "train.output", "train.epochs")) for option in changed
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_comments_of_the_shipped_file_stay(name: str, tmp_path: Path, unplanned: None) -> None:
+    """Every line of it is in the written file but those of at most eight options, whose lines have a reason."""
+    path, _ = written(name, tmp_path)
+    text = path.read_text()
+    (base,) = re.findall(r"^# from configs/(\w+)\.yaml", text, re.MULTILINE)
+    body = (SHIPPED / f"{base}.yaml").read_text().split("\n\n", 1)[1]
+    body = body[body.index("\ndata:") :]
+    gone = [line for line in body.splitlines() if line not in text.splitlines()]
+    assert len(gone) <= 8, gone
+    new = [number for number, line in enumerate(text.splitlines()) if line not in body.splitlines()]
+    for line in gone:
+        leaf = {"epochs": "steps"}.get(key := line.split(":")[0].strip(), key)
+        (place,) = (number for number in new if text.splitlines()[number].strip().startswith(f"{leaf}:"))
+        assert place - 1 in new and text.splitlines()[place - 1].strip().startswith("# ")
 
 
 def test_without_a_card_memory_is_not_the_reason() -> None:
@@ -344,20 +365,6 @@ def test_without_a_card_memory_is_not_the_reason() -> None:
     made = recommend.recommend(facts)
     assert made.purpose == LORA and "no GPU here" in made.notes[0] and "memory" not in made.notes[0]
     assert recommend.recommend(facts, FULL).purpose == FULL
-
-
-def test_of_rows_with_one_option_the_last_that_holds_counts() -> None:
-    rows = {(v.purpose, v.option): v for v in recommend.VALUES}
-    assert len(rows) < len(recommend.VALUES)
-    options = {name for name, _ in recommend_options()}
-    assert {v.option for v in recommend.VALUES} <= options
-    assert all(v.source for v in recommend.VALUES) and all(row.source for row in recommend.MEMORY)
-
-
-def recommend_options() -> list[tuple[str, Any]]:
-    from pipeline.config import option_fields
-
-    return list(option_fields())
 
 
 @pytest.mark.slow
@@ -378,3 +385,51 @@ def test_each_row_of_the_memory_table_fits(row: recommend.Memory, tmp_path: Path
         result = CliRunner().invoke(cli, words)
         assert result.exit_code == 0, result.output
         assert {option: value_at(load(options.out).model_dump(), option) for option in row.settings} == row.settings
+
+
+TEXT = """cache: ./cache  # here
+
+train:           # the run
+  # of the steps
+  steps: 3       # few
+  adapter: {rank: 16, targets: attention}  # a part
+  optim:
+    lr: 1.0e-4
+  # at the end
+
+sample: {steps: 2}
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "lost"),
+    [
+        ("cache", "s3://a/b", "# here"),
+        ("train.steps", 7, "# few"),
+        ("train.adapter.rank", 32, "# a part"),
+        ("train.adapter", None, "# a part"),
+        ("train.adapter.weights.id", "x: y", "# a part"),
+        ("train.optim.warmup_steps", 5, None),
+        ("train.optim", {"name": "came"}, None),
+        ("train.parallel.tp_size", 2, None),
+        ("train.output", "a # b", None),
+        ("sample.seed", 1, None),
+        ("metrics.textfile", "\u2028 'é' \U0001f600", None),
+        ("data.caption_prefix", "sks, ", None),
+    ],
+)
+def test_an_option_is_changed_in_a_text_and_all_else_stays(option: str, value: Any, lost: str | None) -> None:
+    text = edited(edited(TEXT, option, 1, "first"), option, value, "a reason " * 30)
+    tree, expected = from_yaml(text), from_yaml(TEXT)
+    assert value_at(tree, option) == value
+    put(expected, option, value)
+    assert tree == expected
+    comments = {"# here", "# the run", "# of the steps", "# few", "# a part", "# at the end"}
+    assert {comment for comment in comments if comment not in text} == ({lost} if lost else set())
+    assert all(len(line) <= 120 for line in text.splitlines()) and text.count("reason") == 30
+
+
+def test_steps_take_the_place_of_epochs() -> None:
+    text = edited(TEXT, "train.epochs", 2, "why", "steps")
+    assert from_yaml(text)["train"].keys() == {"epochs", "adapter", "optim"}
+    assert text.index("epochs") < text.index("adapter")

@@ -565,7 +565,7 @@ def asked(tmp_path: Path) -> Asked:
 
 
 def start(**more: Any) -> tuple[str, dict[str, Any]]:
-    return "StartWeights", {"id": BIG, "subfolder": "transformer", **more}
+    return "StartWeights", {"id": BIG, **more}
 
 
 def test_only_what_is_used_is_fetched_and_a_mirror_serves(asked: Asked, repositories: Callable[[str], Path]) -> None:
@@ -663,6 +663,7 @@ def test_check_says_beforehand_what_is_missing(
     coded = Path(shutil.copytree(repositories(BIG), tmp_path / "coded"))
     name_code(coded / "tokenizer", tmp_path / "ran")
     served = {BIG: repositories(BIG), "a/broken": other, "a/closed": repositories(BIG), "a/coded": coded}
+    served["a/text"] = repositories(BIG) / "text_encoder"
     with hub_layouts.served(hub_layouts.Hub(served, gated=frozenset({"a/closed"}))) as server:
         for name, value in (
             ("ENDPOINT", server.url),
@@ -687,7 +688,7 @@ def test_check_says_beforehand_what_is_missing(
         assert later == sizes
         hub.resolve(VaeConfig(id=BIG))
         assert checked()[1]["to_fetch"] == printed["to_fetch"] - sizes["VAE"]
-        code, printed = checked("vae.id=a/broken", "text.id=a/closed", "model.weights.subfolder=text_encoder")
+        code, printed = checked("vae.id=a/broken", "text.id=a/closed", "model.weights.id=a/text")
     assert (code, printed["ok"]) == (2, False)
     assert {part["part"] for part in printed["parts"] if part["ok"]} == set()
     for problem, word in zip(printed["problems"], ("no weights", "gated", "gated", "gemma2"), strict=True):
@@ -726,7 +727,7 @@ def test_check_sees_parts_that_do_not_fit(
     assert "train.adapter.targets: 'attn1.to_w' fits no name of the model" in said and "attn1.to_" in said
     assert check.run(config("train.adapter={targets: all}")) == 0
     capsys.readouterr()
-    narrowed = (f"model.weights.id={tmp_path / 'narrow'}", "model.weights.subfolder=null")
+    narrowed = (f"model.weights.id={tmp_path / 'narrow'}",)
     assert check.run(config(*narrowed)) == 2
     said = capsys.readouterr().err
     assert all(word in said for word in ("in_channels is 8", "16", "caption_channels is 64", "128"))
@@ -739,9 +740,9 @@ def test_check_sees_parts_that_do_not_fit(
     said = capsys.readouterr().err
     assert "a decoder of other latents" in said and "latent channels: 16 | 8" in said and "vae.decoder: null" in said
     assert check.run(config("data.buckets=[[60, 64]]")) == 2
-    assert check.run(config("text.tokenizer_subfolder=scheduler")) == 2
+    assert check.run(config(f"text.id={root / 'text_encoder'}")) == 2
     assert "no tokenizer" in capsys.readouterr().err
-    assert check.run(config("vae.subfolder=text_encoder")) == 2
+    assert check.run(config(f"vae.id={root / 'text_encoder'}")) == 2
     assert "AutoencoderDC" in capsys.readouterr().err
 
 
@@ -886,7 +887,6 @@ def test_an_nvlabs_export_starts_a_run(run: SimpleNamespace, tmp_path: Path) -> 
         config,
         [
             f"model.weights.id={tmp_path / 'nvlabs' / 'sana_step_1.pth'}",
-            "model.weights.subfolder=null",
             "model.weights.revision=null",
             f"train.output={tmp_path / 'run'}",
         ],

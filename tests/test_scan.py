@@ -132,7 +132,6 @@ def scanned(
     stale_s: float = 60,
     shared: bool = True,
     max_pixels: int = 10**6,
-    max_bytes: int = 1 << 30,
     progress: Callable[[int, int | None], None] = lambda done, total: None,
 ) -> pa.Table:
     fragments = Fragments(cache, "photos", Worker(Claims(cache.files, stale_s), stop or Stop(0), *share))
@@ -147,7 +146,6 @@ def scanned(
             rehash=rehash,
             progress=progress,
             fragments=fragments if shared else None,
-            max_bytes=max_bytes,
         )
     if publish:
         cache.add_scan(
@@ -200,9 +198,9 @@ def test_what_a_broken_off_scan_has_read_is_not_read_again(folder: Path, cache: 
     assert second.ignored.total == 1
 
 
-@pytest.mark.parametrize("change", ["picture", "caption", "new caption file", "pixel limit", "byte limit"])
+@pytest.mark.parametrize("change", ["picture", "caption", "new caption file", "pixel limit"])
 def test_nothing_stale_is_taken_over(folder: Path, cache: Cache, change: str) -> None:
-    limits = {"max_pixels": 10**6, "max_bytes": 1 << 30}
+    limits = {"max_pixels": 10**6}
     with pytest.raises(KeyboardInterrupt):
         scanned(Counted(folder, dying(4 * RUN)), cache)
     assert len(fragments_of(cache)) == 4
@@ -218,7 +216,7 @@ def test_nothing_stale_is_taken_over(folder: Path, cache: Cache, change: str) ->
         for n in range(COUNT):
             (folder / f"{n:03d}.json").write_text('{"text": "more"}')
     else:
-        limits["max_pixels" if change == "pixel limit" else "max_bytes"] = 10
+        limits["max_pixels"] = 10
     source = Counted(folder)
     table = scanned(source, cache, **limits)
     assert len(source.reads) == COUNT
@@ -226,17 +224,15 @@ def test_nothing_stale_is_taken_over(folder: Path, cache: Cache, change: str) ->
     assert table.equals(scanned(Counted(folder), alone, shared=False, **limits))
 
 
-@pytest.mark.parametrize("limit", ["max_pixels", "max_bytes"])
-def test_a_higher_limit_lets_in_what_a_lower_one_left_out(folder: Path, cache: Cache, limit: str) -> None:
-    assert scanned(Counted(folder), cache, **{limit: 10}).column("reject").null_count == 0
+def test_a_higher_limit_lets_in_what_a_lower_one_left_out(folder: Path, cache: Cache) -> None:
+    assert scanned(Counted(folder), cache, max_pixels=10).column("reject").null_count == 0
     source = Counted(folder)
     assert scanned(source, cache).column("reject").null_count == COUNT
     assert len(source.reads) == COUNT
 
 
-@pytest.mark.parametrize("limit", ["max_pixels", "max_bytes"])
-def test_a_higher_limit_lets_in_what_a_lower_one_left_out_of_a_tar(tars: list[Path], cache: Cache, limit: str) -> None:
-    assert scanned(CountedTars(tars), cache, **{limit: 10}).column("reject").null_count == 0
+def test_a_higher_limit_lets_in_what_a_lower_one_left_out_of_a_tar(tars: list[Path], cache: Cache) -> None:
+    assert scanned(CountedTars(tars), cache, max_pixels=10).column("reject").null_count == 0
     assert scanned(CountedTars(tars), cache).column("reject").null_count == 12
 
 
@@ -858,9 +854,7 @@ def test_of_an_unchanged_source_only_the_stamps_are_read(
         assert scan.table().equals(table)
 
 
-@pytest.mark.parametrize(
-    "change", ["nothing", "time", "caption", "more", "fewer", "pixels", "bytes", "rehash", "the last scan"]
-)
+@pytest.mark.parametrize("change", ["nothing", "time", "caption", "more", "fewer", "pixels", "rehash", "the last scan"])
 def test_the_id_of_a_scan_covers_what_decides_its_table(folder: Path, cache: Cache, change: str) -> None:
     def identity(**options: Any) -> str:
         with begun(Counted(folder), cache, **options) as scan:
@@ -881,7 +875,7 @@ def test_the_id_of_a_scan_covers_what_decides_its_table(folder: Path, cache: Cac
         assert body is not None
         cache.add_scan("photos", {**body, "recipes": {**body["recipes"], "latent": "other"}})
     elif change != "nothing":
-        options = {"pixels": {"max_pixels": 7}, "bytes": {"max_bytes": 7}, "rehash": {"rehash": True}}[change]
+        options = {"pixels": {"max_pixels": 7}, "rehash": {"rehash": True}}[change]
     assert (identity(**options) == before) == (change == "nothing")
 
 

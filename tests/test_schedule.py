@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cache.snapshot import Bucket, Head, Policies, TextPlace
 from pipeline.loader.schedule import Schedule, permute
 from tests.support.schedules import cases, mixes, order_digest, walk
 
@@ -134,26 +133,25 @@ def test_orders_of_earlier_versions_are_kept(small: str, counts: list[int], batc
 
 def test_weighted_orders_are_kept() -> None:
     parts = [[(10, Fraction(3, 2)), (7, Fraction(1, 4))], None, [(40, Fraction(1))]]
-    options = {"seed": 3, "phase": 1, "parts": parts, "first": [2, 0]}
+    options = {"seed": 3, "phase": 1, "parts": parts}
     result = {small: order_digest(Schedule([17, 30, 40], [4, 8, 16], small=small, **options)) for small in WEIGHTED}
     assert result == WEIGHTED
 
 
 WEIGHTED = {
-    "carry": "1f4a3f00235b59760f64e08d80178263",
-    "drop": "378ed733c573a751b17741fc6cfcd106",
+    "carry": "3c52b15bc2e0b870221cb93e5585ffdc",
+    "drop": "ceb3753d51d0354b5001c917989d7027",
 }
 
-# ---------------------------------------------------------------- weights, largest first
+# ---------------------------------------------------------------- weights
 
 
 def mixed(buckets: list[tuple[list[tuple[int, Fraction]], int]], small: str, seed: int) -> Schedule | None:
     """None where no bucket ever fills a batch."""
     counts, batches = [sum(n for n, _ in parts) for parts, _ in buckets], [batch for _, batch in buckets]
-    first = sorted(range(len(buckets)), key=lambda b: -counts[b]) if seed % 2 else ()
     try:
         parts = [parts for parts, _ in buckets]
-        return Schedule(counts, batches, seed=seed, phase=0, small=small, parts=parts, first=first)
+        return Schedule(counts, batches, seed=seed, phase=0, small=small, parts=parts)
     except ValueError:
         assert small == "drop"
         return None
@@ -210,44 +208,6 @@ def test_whole_parts_are_seen_evenly_at_every_epoch_end() -> None:
         slow, fast = [seen[i] for i in range(8)], [seen[i] for i in range(8, 12)]
         assert sum(slow) == 4 * (epoch + 1) and max(slow) - min(slow) <= 1
         assert fast == [3 * (epoch + 1)] * 4
-
-
-@given(cases, st.integers(0, 99), st.sampled_from(["carry", "drop"]))
-@settings(max_examples=15, deadline=None)
-def test_largest_first_only_reorders_the_first_epoch(buckets: list[tuple[int, int]], seed: int, small: str) -> None:
-    counts, batches = [n for n, _ in buckets], [b for _, b in buckets]
-    if small == "drop" and all(n < b for n, b in buckets):
-        return
-    plain = Schedule(counts, batches, seed=seed, phase=0, small=small)
-    order = list(range(len(buckets)))[::-1]
-    first = Schedule(counts, batches, seed=seed, phase=0, small=small, first=order)
-    steps = plain.steps_upto(1)
-    assert sorted(walk(plain, steps)) == sorted(walk(first, steps))
-    filled = {plain.step(t).bucket for t in range(steps)}
-    shown = [b for b in order if b in filled]
-    assert [first.step(t).bucket for t in range(len(shown))] == shown
-    for t in range(steps, steps + 20):
-        assert walk_one(plain, t) == walk_one(first, t)
-
-
-def walk_one(schedule: Schedule, step: int) -> tuple[int, list[int]]:
-    plan = schedule.step(step)
-    return plan.bucket, plan.positions.tolist()
-
-
-def test_largest_is_the_one_with_most_pixels() -> None:
-    sizes = [(512, 512), (1024, 1024), (768, 1024)]
-    head = Head(
-        recipes={},
-        policies=Policies("carry", pad_text_multiple=1, order="largest_first"),
-        buckets=tuple(Bucket(height, width, samples=40, batch=4) for height, width in sizes),
-        shards={},
-        null=TextPlace("", 0, 1, 1, b"", b""),
-        left_out={},
-        sources={},
-    )
-    schedule = Schedule.of(head, seed=1, phase=0)
-    assert [schedule.step(t).bucket for t in range(3)] == [1, 2, 0]
 
 
 def test_a_late_step_of_a_weighted_stream_needs_nothing_before_it() -> None:

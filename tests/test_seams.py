@@ -293,7 +293,7 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     start = pixart.PixArtTransformer2DModel(**pixart.asdict(pixart.PixArt()))
     start.save_pretrained(tmp_path / "start")
     options = ["train.device=cpu", "train.precision=fp32", "train.steps=2", "train.log_every=1", "train.ema={}"]
-    options += [f"model.weights={{id: {tmp_path / 'start'}, subfolder: null}}", "model.arch=null"]
+    options += [f"model.weights={{id: {tmp_path / 'start'}}}", "model.arch=null"]
     options += ["train.optim.warmup_steps=0", "train.activation_checkpointing=full", "train.compile=none"]
     config = make_config(tmp_path, f"cache={small_cache_copy}", *options)
     snapshot = Cache(small_cache_copy).open_snapshot()

@@ -20,7 +20,7 @@ def head_of(root: Path) -> dict[str, Any]:
     """A head with every optional field, as JSON."""
     values = tiny_cache.build(root).open_snapshot().head.values()
     bucket = {**values["buckets"][0], "parts": [{"samples": 30, "weight": [1, 2]}], "block": 4}
-    policies = {"order": "largest_first", "heldout": {"share": 0.1, "side": "train"}, "packed": {"window": 2}}
+    policies = {"heldout": {"share": 0.1, "side": "train"}, "packed": {"window": 2}}
     return {
         **values,
         "buckets": [bucket, *values["buckets"][1:]],

@@ -31,6 +31,7 @@ from pipeline.models.text import TextEncoder
 from pipeline.reporting import draw_latents
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
+from tests.support.constants import set_constants, unit_sizes
 from tests.support.loading import loader_settings
 from tests.support.messages import naming
 
@@ -429,9 +430,10 @@ def test_a_second_run_loads_nothing(copy: tuple[str, Config], photos: Path, monk
 
 
 def test_two_tasks_make_the_same_bytes(
-    stored: tuple[str, Path], photos: Path, make_config: MakeConfig, tmp_path: Path
+    stored: tuple[str, Path], photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = ["encode.unit_captions=3", "encode.unit_images=2", "encode.text_batch=2", "encode.image_batch=2"]
+    set_constants(monkeypatch, unit_sizes(2, 3, CPU_TEXT_BATCH=2))
+    small = ["encode.image_batch=2"]
     shards = []
     for order in ((0, 1, 2), (2, 1, 0)):
         config = make_config(tmp_path / str(order[0]), *_storage(stored[0]), *small)

@@ -23,6 +23,7 @@ from pipeline.models.text import TextEncoder, describe_text
 from pipeline.sources import caption_rules as rules
 from pipeline.work import progress
 from pipeline.work.progress import Meter, Progress
+from tests.support.constants import set_constants, unit_sizes
 from tests.support.parameters import first_quick
 
 CAPTIONS = [
@@ -278,11 +279,12 @@ def test_the_mode_is_no_part_of_the_recipe(tiny_repo: Path) -> None:
 
 
 def test_the_mode_is_checked_and_kept_as_provenance(
-    tmp_path: Path, photos: Path, make_config: Callable[..., Config]
+    tmp_path: Path, photos: Path, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    set_constants(monkeypatch, unit_sizes(1024, 5))
     with pytest.raises(ConfigError, match=r"text\.mode"):
         load("tiny", ["text.mode=fast"])
-    config = make_config(tmp_path, "text.mode=exact", "encode.unit_captions=5")
+    config = make_config(tmp_path, "text.mode=exact")
     stages.encode.run(config, data=str(photos))
     assert modes(config) == {"exact"}
     one = stages.encode.run(make_config(tmp_path), data=str(photos))

@@ -18,8 +18,8 @@ torchrun --nnodes 2 --node-rank "$NODE" --nproc-per-node 8 --master-addr first-n
 # without any launcher: four terminals, machines or containers that share the cache
 sana-pipe encode --data /data/pictures --task-index 0 --task-count 4
 
-# torchrun passes SIGTERM on: units in hand are finished or dropped (encode.grace_s). It kills after 30 s, so keep
-# encode.grace_s below that; its own exit code then names the signal, although every sana-pipe ended with 0.
+# torchrun passes SIGTERM on: units in hand are finished or dropped within 20 s; it kills after 30 s. Its
+# own exit code then names the signal, although every sana-pipe ended with 0.
 
 # ---- train -------------------------------------------------------------------------------------------------------
 # one node, eight GPUs

@@ -149,12 +149,10 @@ class Policies(HeadObject):
     Attributes:
         small: `carry` or `drop`.
         pad_text_multiple: padded text lengths are multiples of it.
-        order: `largest_first`; None: random.
     """
 
     small: str
     pad_text_multiple: int
-    order: str | None = None
     heldout: HeldOut | None = None
     packed: PackedOrder | None = None
     forms: ClassVar[Mapping[str, Form]] = {"heldout": nested(HeldOut), "packed": nested(PackedOrder)}

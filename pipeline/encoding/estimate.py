@@ -283,7 +283,7 @@ def sizes(
     scale = work.captions / len(rows) if rows else 0.0
     body = sum(text_bytes(text, n, size) for n, (_, size) in zip(rows, work.sample, strict=True))
     null = text_bytes(text, text.max_length, 0) if work.null else 0
-    units = -(-work.captions // config.encode.unit_captions) + work.null
+    units = -(-work.captions // planning.UNIT_CAPTIONS) + work.null
     captions = round(body * scale) + null + units * _SHARD
     # Twice a row: the tables of the unit and the plan. Scan and plan, which have copies, hold keys, digests and text.
     index = work.texts * (2 * _row(text.kind) + 48) + work.caption_bytes + work.items * 96
@@ -302,7 +302,7 @@ def _picture_bytes(pictures: Pictures, config: Config, recipe: PictureRecipe) ->
     total = units = 0
     for shape, count in pictures.sizes.items():
         total += count * picture_bytes(recipe, *shape)
-        units += -(-count // planning.unit_images(config.encode, recipe, shape))
+        units += -(-count // planning.unit_images(recipe, shape))
     return total + units * _SHARD, units
 
 
@@ -374,7 +374,7 @@ def probe(
 
 def _probe_text(encoder: Any, work: Wanted, config: Config, end: float) -> tuple[float | None, int]:
     by_length = sorted((caption for caption, _ in work.sample), key=len)
-    take, tokens = min(len(by_length), config.encode.text_batch), list[int]()
+    take, tokens = min(len(by_length), planning.captions_of_batch(config.encode)), list[int]()
 
     def encode(captions: list[str]) -> None:
         before = encoder.tokens
@@ -422,7 +422,7 @@ def probe_images(
             break
         try:
             data = source.read(place)
-            pictures.append(recipe.pixels(data, shape, config.data.max_pixels, config.data.max_bytes))
+            pictures.append(recipe.pixels(data, shape, config.data.max_pixels))
         except (OSError, decoding.ImageReject):
             continue
         decoded.append(time.monotonic() - start)

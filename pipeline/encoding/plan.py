@@ -138,6 +138,26 @@ def text_work(
 
 FIXED = 8
 """Pictures of a batch where `encode.image_batch` is auto and the memory is no limit or not known."""
+TEXT_BATCH = 128
+"""Limit on captions of one batch; the text encoder divides it into forward passes of similar length and at most 8192
+tokens. These fit into any GPU that holds the encoder."""
+
+CPU_TEXT_BATCH = 4
+"""The same with `encode.device: cpu`."""
+
+UNIT_BYTES = 64 << 20
+"""Limit on a unit's records."""
+
+UNIT_IMAGES = 1024
+"""Limit on a unit's pictures."""
+
+UNIT_CAPTIONS = 512
+"""Limit on a unit's captions."""
+
+WINDOW = 65536
+"""Pictures of the listing from which units of one resolution are formed. More fills units better, fewer keeps reads
+local."""
+
 Fitting = Callable[[int, int], int]
 """(height, width) in pixels -> pictures of a batch."""
 Cut = tuple[np.ndarray, int]
@@ -153,7 +173,7 @@ def plan_images(
 ) -> list[WorkPlan]:
     """Adopt the existing plans of a kind of picture records, and append a plan for the rows that they do not cover.
 
-    Units hold one target resolution each, drawn from windows of `config.window` items of the listing.
+    Units hold one target resolution each, drawn from windows of `WINDOW` items of the listing.
 
     Args:
         fitting: the batch where `image_batch` is auto; None: `FIXED`.
@@ -161,12 +181,12 @@ def plan_images(
 
     def cut(window: pa.Table) -> Iterator[Cut]:
         for shape, rows in by_target(window):
-            most = unit_images(config, recipe, shape)
+            most = unit_images(recipe, shape)
             batch = images_of_batch(config, shape, fitting)
             yield from ((rows[first : first + most], batch) for first in range(0, len(rows), most))
 
     def windows(missing: pa.Table) -> Iterator[pa.Table]:
-        yield from (missing.slice(start, config.window) for start in range(0, len(missing), config.window))
+        yield from (missing.slice(start, WINDOW) for start in range(0, len(missing), WINDOW))
 
     return _plan(cache, recipe, work, windows, cut)
 
@@ -179,9 +199,9 @@ def by_target(rows: pa.Table) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
         yield (target >> 32, target & 0xFFFFFFFF), np.flatnonzero(targets == target)
 
 
-def unit_images(config: EncodeConfig, recipe: PictureRecipe, shape: tuple[int, int]) -> int:
+def unit_images(recipe: PictureRecipe, shape: tuple[int, int]) -> int:
     """Pictures of a unit."""
-    return max(1, min(config.unit_images, (config.unit_mib << 20) // (2 * math.prod(recipe.shape(*shape)))))
+    return max(1, min(UNIT_IMAGES, UNIT_BYTES // (2 * math.prod(recipe.shape(*shape)))))
 
 
 def images_of_batch(config: EncodeConfig, size: tuple[int, int], fitting: Fitting | None) -> int:
@@ -192,6 +212,11 @@ def images_of_batch(config: EncodeConfig, size: tuple[int, int], fitting: Fittin
     return FIXED if fitting is None else fitting(*size)
 
 
+def captions_of_batch(config: EncodeConfig) -> int:
+    """Limit on captions of a batch. By the option alone: processes with other devices share a plan."""
+    return CPU_TEXT_BATCH if config.device == "cpu" else TEXT_BATCH
+
+
 def plan_captions(cache: Cache, recipe: CaptionRecipe, work: pa.Table, config: EncodeConfig) -> list[WorkPlan]:
     """Adopt the existing text plans, and append a plan for the rows that they do not cover.
 
@@ -199,13 +224,15 @@ def plan_captions(cache: Cache, recipe: CaptionRecipe, work: pa.Table, config: E
     similar length; the encoder cuts it into forward passes by tokens.
     """
 
+    batch = captions_of_batch(config)
+
     def cut(window: pa.Table) -> Iterator[Cut]:
         length = pc.fill_null(pc.binary_length(window.column("caption")), -1).to_numpy()
-        for first in range(0, len(window), config.unit_captions):
-            yield first + np.argsort(length[first : first + config.unit_captions], kind="stable"), config.text_batch
+        for first in range(0, len(window), UNIT_CAPTIONS):
+            yield first + np.argsort(length[first : first + UNIT_CAPTIONS], kind="stable"), batch
 
     def windows(missing: pa.Table) -> Iterator[pa.Table]:
-        rows = config.unit_captions * max(1, arrow.ROWS // config.unit_captions)
+        rows = UNIT_CAPTIONS * max(1, arrow.ROWS // UNIT_CAPTIONS)
         null = pc.index(pc.is_null(missing.column("caption")), True).as_py()
         if null >= 0:  # the null record, in a separate unit
             yield missing.slice(null, 1)

@@ -33,7 +33,6 @@ from pipeline.encoding.last_scan import LastScan, unchanged_row
 from pipeline.encoding.reading import as_read
 from pipeline.encoding.scan_rows import Look, RowMaker, Settings, Slice, from_bytes, mapped
 from pipeline.errors import UserError
-from pipeline.images import decoding
 from pipeline.sources import detect
 from pipeline.sources.filesystem import Unreadable
 from pipeline.sources.range_prefetch import PARALLEL_REQUESTS
@@ -70,7 +69,6 @@ def begin(
     refuse: Callable[[int, int], str | None] = lambda height, width: None,
     look: Look = from_bytes,
     fragments: Fragments | None = None,
-    max_bytes: int = decoding.MAX_BYTES,
 ) -> Iterator[Scan]:
     """Begin a scan.
 
@@ -85,7 +83,7 @@ def begin(
         look: examines a new picture.
         fragments: shares the work and makes it resumable; None: this process does everything, and writes nothing.
     """
-    settings = Settings(max_pixels, max_bytes, rehash, look, progress, lru_cache(1 << 16)(refuse))
+    settings = Settings(max_pixels, rehash, look, progress, lru_cache(1 << 16)(refuse))
     source.scratch = cache.files.scratch if cache is not None else Scratch()
     pool = ThreadPoolExecutor(max(1, workers, PARALLEL_REQUESTS if source.is_remote else 1))
     try:
@@ -175,7 +173,7 @@ class Scan:
     @property
     def _decisive(self) -> tuple[str, ...]:
         """The settings that decide rows."""
-        return str(self.settings.max_pixels), str(self.settings.max_bytes), str(self.settings.rehash)
+        return str(self.settings.max_pixels), str(self.settings.rehash)
 
     def table(self) -> pa.Table:
         """The table of the scan.

@@ -38,20 +38,20 @@ HEADS = (1 << 16, 1 << 20)
 UNREAD = bytes(8)
 """How the digests of pictures begin of which only the header was read."""
 
-Look = Callable[[Source, Place, int, int], dict[str, Any]]
-"""(source, place, max_pixels, max_bytes) -> some of the columns `size`, `digest`, `width`, `height`, `reject`."""
+Look = Callable[[Source, Place, int], dict[str, Any]]
+"""(source, place, max_pixels) -> some of the columns `size`, `digest`, `width`, `height`, `reject`."""
 
 
-def from_bytes(source: Source, place: Place, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:
+def from_bytes(source: Source, place: Place, max_pixels: int) -> dict[str, Any]:
     """Digest and size of a picture, from all of its bytes."""
     try:
         data = source.read(place)
     except OSError as error:
         return {"reject": f"unreadable: {error}"}
-    return {"size": len(data), "digest": layout.digest(data), **_size(data, max_pixels, max_bytes)}
+    return {"size": len(data), "digest": layout.digest(data), **_size(data, max_pixels)}
 
 
-def from_header(source: Source, place: Place, max_pixels: int, max_bytes: int = decoding.MAX_BYTES) -> dict[str, Any]:
+def from_header(source: Source, place: Place, max_pixels: int) -> dict[str, Any]:
     """Size of a picture from its first bytes; what `from_bytes` gives if its header lies further behind.
 
     An orientation behind the pixels (possible in PNG and WebP) is not seen. In place of a digest of the bytes there is
@@ -61,13 +61,13 @@ def from_header(source: Source, place: Place, max_pixels: int, max_bytes: int = 
         size = source.stat(place)[0]
         for length in HEADS:
             data = source.head(place, length)
-            columns = _size(data, max_pixels, max_bytes)
+            columns = _size(data, max_pixels)
             if "width" in columns or len(data) >= size or is_limited(columns["reject"]):
                 unread = UNREAD + layout.digest(*map(str, place))[:8]
                 return {"digest": unread, **columns}
     except OSError as error:
         return {"reject": f"unreadable: {error}"}
-    return from_bytes(source, place, max_pixels, max_bytes)
+    return from_bytes(source, place, max_pixels)
 
 
 def unread(table: pa.Table) -> int:
@@ -79,9 +79,9 @@ def unread(table: pa.Table) -> int:
     return count
 
 
-def _size(data: bytes, max_pixels: int, max_bytes: int) -> dict[str, Any]:
+def _size(data: bytes, max_pixels: int) -> dict[str, Any]:
     try:
-        width, height = decoding.probe(data, max_pixels, max_bytes)
+        width, height = decoding.probe(data, max_pixels)
     except decoding.ImageReject as reject:
         return {"reject": str(reject)}
     return {"width": width, "height": height}
@@ -92,7 +92,6 @@ class Settings:
     """See `scan.begin`."""
 
     max_pixels: int
-    max_bytes: int
     rehash: bool
     look: Look
     progress: Callable[[int, int | None], None]
@@ -195,7 +194,7 @@ class RowMaker:
             before = None
         if before is not None and not self.settings.rehash:
             return {**before, **listed}
-        read = self.settings.look(self.source, item.place, self.settings.max_pixels, self.settings.max_bytes)
+        read = self.settings.look(self.source, item.place, self.settings.max_pixels)
         read |= self._further(item, read)
         read["size"] = stat[0]
         return _row(item.key, mtime_ns=stat[1], **listed, **read)
@@ -209,7 +208,7 @@ class RowMaker:
             if place is None:
                 rows.append({"kind": kind, "digest": scan_table.ABSENT})
                 continue
-            found = settings.look(self.source, place, settings.max_pixels, settings.max_bytes)
+            found = settings.look(self.source, place, settings.max_pixels)
             if reason := found.get("reject") or _another_shape(found, read):
                 start = f"{UNREADABLE}: " if reason.startswith(UNREADABLE) else ""
                 reason = f"{start}its {kind} picture {escaped(place.item)}: {reason.removeprefix(start)}"

@@ -148,7 +148,6 @@ def scanning_of(
             ),
             look=look,
             fragments=fragments,
-            max_bytes=config.data.max_bytes,
         ) as scan,
     ):
         yield scan, bar

@@ -176,7 +176,6 @@ class UnitEncoder:
             max_pixels=self.config.data.max_pixels,
             workers=self.config.encode.workers,
             only=only,
-            max_bytes=self.config.data.max_bytes,
             limits=self.limits,
         )
 

@@ -76,7 +76,6 @@ def image_records(
     max_pixels: int,
     workers: int,
     only: Container[bytes] | None = None,
-    max_bytes: int = decoding.MAX_BYTES,
     limits: Limits | None = None,
 ) -> Iterator[Made]:
     """Encode an image unit, batch by batch.
@@ -105,7 +104,7 @@ def image_records(
         if layout.digest(data) != row["digest"]:
             return RecordReject(key, item, "changed since it was scanned", retry=True)
         try:
-            return recipe.pixels(data, size, max_pixels, max_bytes)
+            return recipe.pixels(data, size, max_pixels)
         except decoding.ImageReject as reject:
             return RecordReject(key, item, str(reject))
 

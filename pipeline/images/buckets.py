@@ -186,37 +186,29 @@ def resolutions(bucket: BucketConfig, data: DataConfig, compression: int) -> lis
 
 
 def batches(bucket: BucketConfig, shapes: Sequence[Shape], compression: int) -> list[int]:
-    """The global batch of each bucket: from `bucket.batches`, else from `bucket.tokens`, else `bucket.batch`.
+    """The global batch of each bucket: from `bucket.tokens`, else `bucket.batch`.
 
     Raises:
-        ConfigError: `bucket.batch_multiple` does not divide a batch, a bucket does not exist, or `bucket.tokens` is too
-            small for `batch_multiple` samples of a bucket.
+        ConfigError: `bucket.batch_multiple` does not divide `bucket.batch`, or `bucket.tokens` is too small for
+            `batch_multiple` samples of a bucket.
     """
-    named = {f"{h}x{w}" for h, w in shapes}
-    if unknown := sorted(set(bucket.batches) - named):
-        raise ConfigError(
-            f"bucket.batches names {', '.join(unknown)}, which no bucket is called",
-            expected="height x width, such as " + ", ".join(f"{h}x{w}" for h, w in shapes[:3]),
-        )
+    multiple = bucket.batch_multiple
+    if bucket.tokens is None:
+        if bucket.batch % multiple:
+            raise ConfigError(
+                f"bucket.batch = {bucket.batch} is no multiple of bucket.batch_multiple = {multiple}",
+                fix=f"{bucket.batch // multiple * multiple or multiple} is one",
+            )
+        return [bucket.batch] * len(shapes)
     result = []
     for height, width in shapes:
-        setting, tokens = f"bucket.batches of {height}x{width}", (height // compression) * (width // compression)
-        batch = bucket.batches.get(f"{height}x{width}")
-        if batch is None and bucket.tokens is not None:
-            batch = bucket.tokens // tokens // bucket.batch_multiple * bucket.batch_multiple
-            if batch == 0:
-                raise ConfigError(
-                    f"bucket.tokens = {bucket.tokens} does not hold {bucket.batch_multiple} samples of "
-                    f"{height}x{width}",
-                    expected=f"at least {bucket.batch_multiple * tokens}: {tokens} latent tokens each",
-                    fix="raise bucket.tokens, or lower bucket.batch_multiple",
-                )
-        if batch is None:
-            setting, batch = "bucket.batch", bucket.batch
-        if batch % bucket.batch_multiple:
+        tokens = (height // compression) * (width // compression)
+        batch = bucket.tokens // tokens // multiple * multiple
+        if batch == 0:
             raise ConfigError(
-                f"{setting} = {batch} is no multiple of bucket.batch_multiple = {bucket.batch_multiple}",
-                fix=f"{batch // bucket.batch_multiple * bucket.batch_multiple or bucket.batch_multiple} is one",
+                f"bucket.tokens = {bucket.tokens} does not hold {multiple} samples of {height}x{width}",
+                expected=f"at least {multiple * tokens}: {tokens} latent tokens each",
+                fix="raise bucket.tokens, or lower bucket.batch_multiple",
             )
         result.append(batch)
     return result

@@ -22,9 +22,8 @@ from pipeline.images.pillow_decoder import ImageReject as ImageReject
 from pipeline.images.resize import CROP_RULE, RESIZE_RULE
 
 MAX_PIXELS = 200_000_000
-MAX_BYTES = 3072 << 20
-LIMITS = ("max_pixels", "max_picture_mib")
-"""Settings that the reason of an `ImageReject` names if a higher limit would admit the picture."""
+LIMIT = "max_pixels"
+"""The setting that the reason of an `ImageReject` names if a higher limit would admit the picture."""
 
 DECODERS = {"vips": vips_decoder.DECODER, "pillow": pillow_decoder.DECODER}
 """Value of `data.decoder` -> name in the recipe."""
@@ -83,22 +82,21 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def probe(data: bytes, max_pixels: int = MAX_PIXELS, max_bytes: int = MAX_BYTES) -> tuple[int, int]:
+def probe(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Size of a picture from its header, without decoding pixels; the same for every decoder.
 
     Args:
         data: the whole file.
-        max_pixels: limit on width x height.
-        max_bytes: limit on the memory for decoding.
+        max_pixels: limit on width x height, and with it on the memory for decoding.
 
     Returns:
         (width, height) in pixels after EXIF orientation.
 
     Raises:
-        ImageReject: not a picture in an allowed format, a damaged header, too many pixels, or too many bytes.
+        ImageReject: not a picture in an allowed format, a damaged header, too many pixels.
     """
     with pillow_decoder.rejecting():
-        return pillow_decoder.open_header(data, max_pixels, max_bytes).upright
+        return pillow_decoder.open_header(data, max_pixels).upright
 
 
 def load(
@@ -107,7 +105,6 @@ def load(
     background: tuple[int, int, int] = (255, 255, 255),
     max_pixels: int = MAX_PIXELS,
     decoder: str = pillow_decoder.DECODER,
-    max_bytes: int = MAX_BYTES,
 ) -> np.ndarray:
     """Decode, apply the orientation, convert to sRGB, resize to cover, crop the centre.
 
@@ -121,7 +118,7 @@ def load(
         data: the whole file.
         size: (height, width) of the result in pixels.
         background: RGB, 0..255.
-        max_pixels, max_bytes: as in `probe`.
+        max_pixels: as in `probe`.
         decoder: its name in the recipe, from `choose`.
 
     Returns:
@@ -133,28 +130,24 @@ def load(
     """
     require(decoder)
     with pillow_decoder.rejecting():
-        header = pillow_decoder.open_header(data, max_pixels, max_bytes)
+        header = pillow_decoder.open_header(data, max_pixels)
         picture = vips_decoder.load(data, header, size, background) if decoder == vips_decoder.DECODER else None
         if picture is None:
             picture = pillow_decoder.load(header, size, background)
         return np.array(picture, dtype=np.uint8)
 
 
-def load_alpha(
-    data: bytes, size: tuple[int, int], max_pixels: int = MAX_PIXELS, max_bytes: int = MAX_BYTES
-) -> np.ndarray:
+def load_alpha(data: bytes, size: tuple[int, int], max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """The transparency of a picture, cropped and resized as `load` does: uint8 (height, width), 255 where it is opaque.
     Decoded by Pillow. Arguments and errors as in `load`."""
     with pillow_decoder.rejecting():
-        return np.array(pillow_decoder.load_alpha(pillow_decoder.open_header(data, max_pixels, max_bytes), size))
+        return np.array(pillow_decoder.load_alpha(pillow_decoder.open_header(data, max_pixels), size))
 
 
-def load_mask(
-    data: bytes, size: tuple[int, int], max_pixels: int = MAX_PIXELS, max_bytes: int = MAX_BYTES
-) -> np.ndarray | None:
+def load_mask(data: bytes, size: tuple[int, int], max_pixels: int = MAX_PIXELS) -> np.ndarray | None:
     """A mask whose meaning is not its brightness (`mask_decoder`), cropped and resized as `load` does: uint8 (height,
     width); None: its brightness is the mask. Decoded by Pillow. Arguments and errors as in `load`."""
     with pillow_decoder.rejecting():
-        header = pillow_decoder.open_header(data, max_pixels, max_bytes)
+        header = pillow_decoder.open_header(data, max_pixels)
         mask = mask_decoder.shape(header)
         return None if mask is None else np.array(resize.fit(pillow_decoder.turn(mask, header.orientation), size))

@@ -64,7 +64,8 @@ _ORIENTATION = 0x0112
 STRIP = 1 << 20
 """Pixels converted at a time."""
 COST = {"JPEG2000": 32, "WEBP": 32}
-"""Peak memory of decoding in bytes per pixel, by format (measured); `COST_OF_OTHERS` otherwise."""
+"""Peak memory of decoding in bytes per pixel, by format (measured); `COST_OF_OTHERS` otherwise. The limit on pixels is
+that of the others."""
 COST_OF_OTHERS = 16
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -91,18 +92,18 @@ class Header:
         return (height, width) if self.orientation in (5, 6, 7, 8) else (width, height)
 
 
-def open_header(data: bytes, max_pixels: int, max_bytes: int) -> Header:
+def open_header(data: bytes, max_pixels: int) -> Header:
     """Identify a picture by its first bytes and read its header, without decoding pixels.
 
     Raises:
-        ImageReject: not a picture in an allowed format, a damaged header, too many pixels, or too many bytes.
+        ImageReject: not a picture in an allowed format, a damaged header, too many pixels.
     """
     image = _open(data, max_pixels)
-    needed = image.width * image.height * COST.get(str(image.format), COST_OF_OTHERS)
-    if needed > max_bytes:
+    times = COST.get(str(image.format), COST_OF_OTHERS) / COST_OF_OTHERS
+    if image.width * image.height * times > max_pixels:
         raise ImageReject(
-            f"{_x(image.size)} pixels of {image.format} take {-(-needed >> 20):,} MiB to decode, "
-            f"more than max_picture_mib = {max_bytes >> 20:,}"
+            f"{_x(image.size)} pixels of {image.format}, which take {times:g} times the memory of others: more than "
+            f"max_pixels = {max_pixels:,} allows"
         )
     return Header(image, _orientation(image, data))
 

@@ -352,7 +352,6 @@ class Schedule:
         seed, phase: key of the order (`train.seed`, and how many runs come before this one by `train --from`).
         small: `carry` or `drop` (see docs/design.md).
         parts: per bucket None, or (samples, weight) of its parts in the order of positions.
-        first: buckets that give one batch each at the start of epoch 0, in this order.
         blocks: per bucket of a packed snapshot; None: the plain order.
 
     Raises:
@@ -369,7 +368,6 @@ class Schedule:
         phase: int,
         small: str,
         parts: Sequence[Sequence[tuple[int, Fraction]] | None] | None = None,
-        first: Sequence[int] = (),
         blocks: Sequence[Blocks] | None = None,
     ):
         if small not in ("carry", "drop"):
@@ -391,7 +389,6 @@ class Schedule:
                 raise ValueError(f"bucket {bucket} has {count} samples; its parts are {bucket_parts}")
             self._buckets.append(_WeightedBucket(bucket_parts, batch, small, key, bucket_blocks))
         self._blocks = blocks is not None
-        self._first = [bucket for bucket in first if self._buckets[bucket].batches_before(1)]
         if not any(bucket.batches_before(1 << 32) for bucket in self._buckets):
             raise ValueError("no bucket ever fills a batch")
 
@@ -399,10 +396,6 @@ class Schedule:
     def of(cls, head: Head, *, seed: int, phase: int) -> Schedule:
         """The order of a snapshot, from its head."""
         buckets, packed = head.buckets, head.policies.packed
-        first: list[int] = []
-        if head.policies.order == "largest_first":
-            sizes = [(-bucket.height * bucket.width, -bucket.batch) for bucket in buckets]
-            first = sorted(range(len(buckets)), key=lambda b: (sizes[b], b))
         return cls(
             [bucket.samples for bucket in buckets],
             [bucket.batch for bucket in buckets],
@@ -410,7 +403,6 @@ class Schedule:
             phase=phase,
             small=head.policies.small,
             parts=[None if b.parts is None else [(part.samples, part.weight) for part in b.parts] for b in buckets],
-            first=first,
             blocks=[Blocks(bucket.block or bucket.samples, packed.window) for bucket in buckets] if packed else None,
         )
 
@@ -453,15 +445,7 @@ class Schedule:
         epoch = self.epoch_of(step)
         before = [bucket.batches_before(epoch) for bucket in self._buckets]
         batches = [bucket.batches_before(epoch + 1) - done for bucket, done in zip(self._buckets, before, strict=True)]
-        place, shown = step - sum(before), self._first if epoch == 0 else []
-        if place < len(shown):
-            bucket, number = shown[place], 0
-        else:
-            for b in shown:
-                batches[b] -= 1
-            bucket, number = self._batch_at(epoch, place - len(shown), batches)
-            number += bucket in shown
-        return epoch, bucket, number
+        return epoch, *self._batch_at(epoch, step - sum(before), batches)
 
     def _batch_at(self, epoch: int, place: int, batches: list[int]) -> tuple[int, int]:
         """The batch at a place of an epoch: its bucket, and its number there. batches: per bucket."""

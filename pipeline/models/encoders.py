@@ -86,7 +86,7 @@ def _decoder_settings(folder: Path) -> dict[str, Any]:
 
 
 def _vae_settings(folder: Path) -> dict[str, Any]:
-    fix = "point vae.id and vae.subfolder at the VAE of a Sana repository"
+    fix = "point vae.id at a Sana repository, or at its VAE"
     return read_settings(folder, "_class_name", ("AutoencoderDC",), "VAE", fix)
 
 

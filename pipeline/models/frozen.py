@@ -59,7 +59,9 @@ def digest(files: Sequence[Path], rename: Callable[[str], str | None], architect
                     raise ModelError(f"{path} holds tensor {stored!r} a second time", fix="remove the stale shard")
                 places[name] = (handle, stored)
         if not places:
-            raise ModelError(f"{files[0].parent} holds none of the expected tensors", fix="give the right subfolder")
+            raise ModelError(
+                f"{files[0].parent} holds none of the expected tensors", fix="give the model's folder as `id`"
+            )
         for name in sorted(places):
             handle, stored = places[name]
             tensor = handle.get_tensor(stored)

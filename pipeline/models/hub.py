@@ -1,4 +1,4 @@
-"""Find the files of `id`, `subfolder`, `revision` (and `variant`) on this machine or the hub, for all models.
+"""Find the files of an `id` and its `revision` on this machine or the hub, for all models.
 
 Recipes are digests of weights, so every module has to agree on which files those are. A repository may hold several
 sets of the same weights. As in the libraries that wrote them, an index takes precedence over a single file in
@@ -13,7 +13,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,22 @@ class WeightSet:
     index: str | None = None
 
 
+@dataclass(frozen=True)
+class _Repository:
+    """A model on the hub or a folder here. folder: where a pipeline has the model; "": at the top."""
+
+    id: str
+    folder: str
+    revision: str | None
+
+    @classmethod
+    def of(cls, weights: Weights) -> _Repository:
+        return cls(weights.id, weights.folder, weights.revision)
+
+    def inside(self, name: str) -> str:
+        return f"{self.folder}/{name}" if self.folder else name
+
+
 def is_local(weights: Weights) -> bool:
     """Return whether `weights.id` is a folder or file on this machine (it takes precedence over a hub id)."""
     return Path(weights.id).exists()
@@ -58,29 +74,30 @@ def is_file(weights: Weights) -> bool:
 
 
 def resolve(weights: Weights, patterns: Sequence[str] | None = None, *, widest: bool = False) -> Path:
-    """The local folder (subfolder included) that holds `weights`, or the file if `id` names a file.
+    """Return the local folder that holds `weights`, or the file if `id` names a file.
 
     Args:
-        weights: `id` is a folder or a hub id; `subfolder` is inside it. Or a file, `hf://OWNER/NAME/FILE` on the hub.
-        patterns: file name patterns inside the subfolder to fetch from the hub (default: the JSON files and one set of
-            weights). Ignored for a local folder.
+        weights: `id` is a folder or a hub id, of the model or of a pipeline that has the model in `weights.folder`. Or
+            a file, `hf://OWNER/NAME/FILE` on the hub.
+        patterns: file name patterns inside the model's folder to fetch from the hub (default: the JSON files and one
+            set of weights). Ignored for a local folder.
         widest: without a variant, the set of weights of the highest precision (see `choose`).
 
     Raises:
-        ModelError: neither a folder nor a hub id; no such repository, revision or subfolder; a gated repository; no
-            network and the hub's cache lacks some of it.
+        ModelError: neither a folder nor a hub id; no such repository or revision, or no such model in it; a gated
+            repository; no network and the hub's cache lacks some of it.
     """
-    place, weights, file = _place(weights)
+    place, repository, file = _place(weights)
     if place is not None:
         return place
     if file is not None:
-        path = _download(weights, (file, "config.json")) / (weights.subfolder or "") / file
+        path = _download(repository, (file, "config.json")) / repository.inside(file)
         if not path.is_file():
-            raise _no_file(weights, file)
+            raise _no_file(repository, file)
         return path
     if patterns is None:
         patterns = ("*.json", *look(weights, widest=widest).files)
-    return _below(_download(weights, patterns), weights)
+    return _fetched(repository, patterns)
 
 
 @dataclass(frozen=True)
@@ -96,12 +113,12 @@ class Look:
 
 def look(weights: Weights, *, widest: bool = False) -> Look:
     """Inspect weights; fetches JSON files only. Arguments and errors as in `resolve`."""
-    place, weights, file = _place(weights)
+    place, repository, file = _place(weights)
     if place is not None and place.is_file():
         return Look(place, (place.name,), place.stat().st_size, 0)
     if file is not None:
-        return _look_at_file(weights, file)
-    folder = place or _below(_download(weights, ("*.json",)), weights)
+        return _look_at_file(repository, file)
+    folder = place or _fetched(repository, ("*.json",))
     listing = None if place is not None else sizes(weights)
     local = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
     try:
@@ -111,7 +128,8 @@ def look(weights: Weights, *, widest: bool = False) -> Look:
         if place is not None or listing is not None:
             raise
         revision = f" --revision {weights.revision}" if weights.revision else ""
-        command = f"hf download {weights.id}{revision} --include '{_inside(weights, '*')}'"
+        inside = repository.inside("*") if folder.name == repository.folder else "*"
+        command = f"hf download {weights.id}{revision} --include '{inside}'"
         raise ModelError(  # offline, and the cache is incomplete
             f"the hub cannot be reached, and its local cache does not suffice: {error.what}",
             expected=error.expected,
@@ -123,52 +141,56 @@ def look(weights: Weights, *, widest: bool = False) -> Look:
     return Look(folder, chosen.files, sum(sizes_of.values()), to_fetch)
 
 
-def _look_at_file(weights: Weights, file: str) -> Look:
-    listing = sizes(weights)
+def _look_at_file(repository: _Repository, file: str) -> Look:
+    listing = _listed_sizes(repository)
     if listing is not None and file not in listing:
-        raise _no_file(weights, file)
-    path = _download(weights, ("config.json",) if listing else (file,)) / (weights.subfolder or "") / file
+        raise _no_file(repository, file)
+    path = _download(repository, ("config.json",) if listing else (file,)) / repository.inside(file)
     size = path.stat().st_size if path.is_file() else (listing or {}).get(file, 0)
     return Look(path, (file,), size, 0 if path.is_file() else size)
 
 
-def _no_file(weights: Weights, file: str) -> ModelError:
-    return ModelError(f"the hub repository {weights.id!r} has no file {_inside(weights, file)!r}", fix="correct `id`")
+def _no_file(repository: _Repository, file: str) -> ModelError:
+    return ModelError(
+        f"the hub repository {repository.id!r} has no file {repository.inside(file)!r}", fix="correct `id`"
+    )
 
 
-def _inside(weights: Weights, name: str) -> str:
-    return f"{weights.subfolder}/{name}" if weights.subfolder else name
-
-
-def _place(weights: Weights) -> tuple[Path | None, Weights, str | None]:
+def _place(weights: Weights) -> tuple[Path | None, _Repository, str | None]:
     """The folder or file on this machine (None: it is on the hub), the repository with the folder in it, and the name
     if a file in that folder is meant."""
-    root = Path(weights.id)
+    root, repository = Path(weights.id), _Repository.of(weights)
     if root.is_file():
-        return root, weights, None
+        return root, repository, None
     if root.is_dir():
-        return _below(root, weights), weights, None
+        return _below(root, repository), repository, None
     if (match := _HUB_FILE.match(weights.id)) is not None:
         folder, _, name = match[2].rpartition("/")
-        return None, weights.model_copy(update={"id": match[1], "subfolder": folder or None}), name
+        return None, _Repository(match[1], folder, weights.revision), name
     if not _HUB_ID.match(weights.id):
         raise ModelError(
             f"there is no folder {weights.id!r}, and it is not a hub id",
             expected="an existing folder, or OWNER/NAME on the hub",
             fix="correct `id` in the configuration",
         )
-    return None, weights, None
+    return None, repository, None
 
 
 def sizes(weights: Weights) -> dict[str, int] | None:
-    """Name -> bytes of the hub's files in `weights.subfolder`; None if it cannot be reached."""
+    """List name -> bytes of the hub's files of a model; None if the hub cannot be reached."""
+    repository = _Repository.of(weights)
+    return _listed_sizes(repository) or (_listed_sizes(replace(repository, folder="")) if repository.folder else None)
+
+
+def _listed_sizes(repository: _Repository) -> dict[str, int] | None:
+    """The same of the files in the repository's folder alone; empty if there is no such folder."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    prefix = _inside(weights, "")
-    with _explained(weights):
+    prefix = repository.inside("")
+    with _explained(repository):
         try:
-            info = HfApi().model_info(weights.id, revision=weights.revision, files_metadata=True)
+            info = HfApi().model_info(repository.id, revision=repository.revision, files_metadata=True)
         except OfflineModeIsEnabled:
             return None
         except Exception as error:
@@ -183,25 +205,41 @@ def sizes(weights: Weights) -> dict[str, int] | None:
     return {name: size for name, size in files.items() if "/" not in name}
 
 
-def _below(root: Path, weights: Weights) -> Path:
-    folder = root / (weights.subfolder or "")
+_AT_THE_TOP = ("config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model")
+"""A folder with one of these files is a model's or a tokenizer's, not a pipeline's."""
+
+
+def _below(root: Path, repository: _Repository) -> Path:
+    """The model's folder below `root`: that of its name, else `root` itself if it is a model's."""
+    folder = root / repository.folder
     if folder.is_dir():
         return folder
+    if any((root / name).is_file() for name in _AT_THE_TOP):
+        return root
     inside = sorted(p.name for p in root.iterdir() if p.is_dir())
     raise ModelError(
-        f"the {'folder' if is_local(weights) else 'hub repository'} {weights.id!r} has no subfolder "
-        f"{weights.subfolder!r}",
-        found=", ".join(inside) if inside else "no subfolders",
-        fix="set `subfolder` to one of those, or to null if the files lie directly in it",
+        f"the {'folder' if Path(repository.id).exists() else 'hub repository'} {repository.id!r} has no folder "
+        f"{repository.folder!r}, and is no model's folder itself",
+        found=", ".join(inside) if inside else "no folders",
+        fix="set `id` to the model's folder, or to a pipeline that has it",
     )
 
 
-def _download(weights: Weights, patterns: Sequence[str]) -> Path:
+def _fetched(repository: _Repository, patterns: Sequence[str]) -> Path:
+    """Fetch files of the model's folder, or of the top of a repository without that folder."""
+    root = _download(repository, patterns)
+    if repository.folder and not (root / repository.folder).is_dir():
+        root = _download(replace(repository, folder=""), patterns)
+    return _below(root, repository)
+
+
+def _download(repository: _Repository, patterns: Sequence[str]) -> Path:
     import huggingface_hub
 
-    names = [_inside(weights, pattern) for pattern in patterns]
-    with _explained(weights):
-        return Path(huggingface_hub.snapshot_download(weights.id, revision=weights.revision, allow_patterns=names))
+    names = [repository.inside(pattern) for pattern in patterns]
+    with _explained(repository):
+        found = huggingface_hub.snapshot_download(repository.id, revision=repository.revision, allow_patterns=names)
+    return Path(found)
 
 
 def _is_network(error: BaseException) -> bool:
@@ -210,17 +248,17 @@ def _is_network(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def _explained(weights: Weights) -> Iterator[None]:
+def _explained(repository: _Repository) -> Iterator[None]:
     """Turn the hub's errors into ModelErrors with a fix."""
     try:
         yield
     except Exception as error:
-        if (explained := _explanation(error, weights)) is None:
+        if (explained := _explanation(error, repository)) is None:
             raise
         raise explained from None
 
 
-def _explanation(error: Exception, weights: Weights) -> UserError | None:
+def _explanation(error: Exception, weights: _Repository) -> UserError | None:
     from huggingface_hub import errors
 
     place = weights.id + (f" at revision {weights.revision}" if weights.revision else "")
@@ -303,7 +341,7 @@ def read_json(path: Path) -> dict:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        fix = "give a folder that `save_pretrained` wrote; name the subfolder, too, such as transformer"
+        fix = "give a folder that `save_pretrained` wrote, the model's or a pipeline's"
         raise ModelError(f"{path} is missing", fix=fix) from None
     except (OSError, ValueError, RecursionError) as error:
         raise not_permitted(path) or ModelError(f"{path} cannot be read as JSON", found=_first_line(error)) from None
@@ -352,9 +390,9 @@ def choose(
         others = sorted(n for n in files if n.endswith((".safetensors", ".bin", ".pth", ".pt", ".ckpt")))
         names = sorted({s.variant for s in weight_sets(folder, files) if s.files and s.variant})
         middle = f".{variant}" if variant else ""
-        fix = "give the right `subfolder`; convert other formats with save_pretrained"
+        fix = "give the model's folder as `id`; convert other formats with save_pretrained"
         if single := [name for name in others if name.endswith((".safetensors", ".pth"))]:
-            file = f"{setting('model.weights.id', str(folder / single[-1]))} --set model.weights.subfolder=null"
+            file = setting("model.weights.id", str(folder / single[-1]))
             fix += f"; a transformer in NVlabs' form: {file}"
         raise ModelError(
             f"{folder} has no weights in safetensors files" + (f" of variant {variant!r}" if variant else ""),

@@ -52,7 +52,7 @@ class FlowMatching:
             in float64.
         """
         cpu = logit.detach().to("cpu", torch.float64)
-        uniform = torch.sigmoid(self.config.logit_mean + self.config.logit_std * cpu)
+        uniform = torch.sigmoid(cpu)
         index = (uniform * TIMESTEPS).long().clamp_(0, TIMESTEPS - 1)
         return self.table[index].to(logit.device), self.timestep_table[index].to(logit.device)
 

@@ -90,7 +90,7 @@ def text_width(folder: Path) -> int:
 
 
 def _text_settings(folder: Path) -> dict[str, Any]:
-    fix = "point text.id and text.subfolder at the Gemma-2 of a Sana repository"
+    fix = "point text.id at a Sana repository, or at its Gemma-2"
     return read_settings(folder, "model_type", ("gemma2",), "text encoder", fix)
 
 
@@ -114,8 +114,7 @@ def _decoder_stack_tensor(name: str) -> str | None:
 
 
 def _tokenizer_folder(config: TextConfig) -> Path:
-    place = config.model_copy(update={"subfolder": config.tokenizer_subfolder})
-    return resolve(place, _TOKENIZER_PATTERNS)
+    return resolve(config.tokenizer, _TOKENIZER_PATTERNS)
 
 
 def check_tokenizer(place: object, files: Collection[str]) -> None:
@@ -125,7 +124,7 @@ def check_tokenizer(place: object, files: Collection[str]) -> None:
             f"{place} holds no tokenizer",
             expected="tokenizer.json or tokenizer.model",
             found=", ".join(sorted(files)) or "no files",
-            fix="set text.tokenizer_subfolder (null if the files lie directly in the model's folder)",
+            fix="set text.id to a folder that has them, or a folder `tokenizer` with them",
         )
 
 

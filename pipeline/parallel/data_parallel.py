@@ -150,9 +150,8 @@ def prepare_microbatch(model: nn.Module, last: bool, keep_gathered: bool = False
         model.set_reshard_after_backward(last or not keep_gathered)
 
 
-def reshard(models: Sequence[nn.Module]) -> None:
-    """Free the gathered parameters of these models and of all modules inside."""
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+def reshard(model: nn.Module) -> None:
+    """Free the gathered parameters of a model and of all modules inside."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -123,7 +123,7 @@ class ParallelModel:
 
     def reshard(self) -> None:
         """Free gathered parameters that forward passes without a backward pass have left."""
-        data_parallel.reshard([self.module])
+        data_parallel.reshard(self.module)
 
     def update_in_backward(self, update: Callable[[nn.Parameter], None]) -> None:
         """Call `update` from now on for each parameter within the backward pass, as soon as its gradient is complete,
@@ -171,7 +171,7 @@ class PipelineParallelModel(ParallelModel):
     """Every process has some of the model's layers, under the names that they have in the whole model."""
 
     def __init__(self, pipeline: pipeline_parallel.Pipeline, data_world: int):
-        super().__init__(pipeline_parallel.join_stages(pipeline.stages), data_world)
+        super().__init__(pipeline.stage, data_world)
         self.pipeline = pipeline
 
     def forward_backward(self, microbatches: Iterable[Microbatch], loss: Loss, samples: int) -> list[Tensor]:
@@ -185,9 +185,6 @@ class PipelineParallelModel(ParallelModel):
     def predict(self, **inputs: Tensor) -> Tensor:
         with torch.no_grad():
             return self.pipeline.predict(inputs)
-
-    def reshard(self) -> None:
-        data_parallel.reshard(self.pipeline.stages)
 
     def _sum_over_stages(self, squares: Tensor) -> Tensor:
         dist.all_reduce(squares, group=self.pipeline.group)
@@ -213,15 +210,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig, taps: It
     tapped: dict[int, Tensor] = {}
     for number in taps:
         blocks[number].register_forward_hook(partial(_tap, tapped, number))
-    stages = pipeline_parallel.build_stages(model, len(blocks), mesh[PP], train.parallel)
-    for stage in stages:
-        if train.compile == "block":
-            compile_conditions(stage, COMPILE_BACKEND)
-        units = blocks if stage is model else blocks_of(stage)
-        data_parallel.apply_fsdp(stage, [*units, *getattr(stage, EXTRA, nn.ModuleDict()).values()], mesh, train)
+    stage = pipeline_parallel.build_stage(model, len(blocks), mesh[PP])
+    if train.compile == "block":
+        compile_conditions(stage, COMPILE_BACKEND)
+    units = blocks if stage is model else blocks_of(stage)
+    data_parallel.apply_fsdp(stage, [*units, *getattr(stage, EXTRA, nn.ModuleDict()).values()], mesh, train)
     data_world = data_parallel.data_mesh(mesh).size()
     if mesh[PP].size() > 1:
-        return PipelineParallelModel(pipeline_parallel.Pipeline(stages, mesh[PP], train.parallel), data_world)
+        return PipelineParallelModel(pipeline_parallel.Pipeline(stage, mesh[PP]), data_world)
     keep_gathered = not train.parallel.reshards(mesh[SHARD].size())
     return ParallelModel(model, data_world, keep_gathered, tapped, bool(train.parallel.reduce_each_microbatch))
 

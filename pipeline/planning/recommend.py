@@ -1,8 +1,7 @@
-"""What `sana-pipe init` writes: values by purpose, number of pictures and memory, each with its source.
+"""The changes that `sana-pipe init` makes to a shipped configuration, for some pictures and a machine, with reasons.
 
-The tables here are the only place of these values: docs/recipes.md has them, and tests hold the page and the shipped
-configurations against them. `recommend` looks up the values for some pictures and a machine.
-Models (hub ids, revisions, precision) are those of a shipped configuration.
+The file is chosen by purpose and resolution. Its values and their reasons stand in it; here is what depends on the
+pictures (their number, size, captions) and on memory. `edited` puts it into the text of the file.
 """
 
 from __future__ import annotations
@@ -10,38 +9,27 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from pipeline.cache.prompts import TRIGGER_CONTEXTS, filled, has_words, with_prefix
-from pipeline.config import load_given
+from pipeline.config import SHIPPED, load, load_given
 from pipeline.errors import UserError
 from pipeline.images import buckets
+from pipeline.options import value_at
+from pipeline.yaml_text import edited
 
 LORA, FULL, SCRATCH = "lora", "full", "scratch"
 PURPOSES = (LORA, FULL, SCRATCH)
-BASES = {1024: "sana_1600m_1024", 512: "sana_600m_512"}
+MODELS = {1024: "sana_1600m_1024", 512: "sana_600m_512"}
 """The shipped configuration whose models are used, by resolution."""
-
-
-@dataclass(frozen=True)
-class Value:
-    """Of an option, for a purpose. resolution, below: only at this one, or of fewer pictures."""
-
-    purpose: str
-    option: str
-    value: Any
-    source: str
-    resolution: int | None = None
-    below: int | None = None
-
-    def holds(self, purpose: str, resolution: int, pictures: int) -> bool:
-        return (
-            purpose == self.purpose
-            and self.resolution in (None, resolution)
-            and (self.below is None or pictures < self.below)
-        )
+_ADAPTED, _NEW = "sana_1600m_1024_lora", "sana_600m_512_scratch"
+_OF_MODELS = ("vae", "text", "model")
+"""The sections that name models."""
+_INSTEAD = {"train.steps": "epochs", "train.epochs": "steps"}
+"""Option -> the option of its section that it replaces."""
 
 
 @dataclass(frozen=True)
@@ -69,73 +57,36 @@ class Memory:
     source: str
 
 
-_NVLABS = "NVlabs' `Sana_1600M_img1024_AdamW`"
-_DIFFUSERS = "diffusers' `train_dreambooth_lora_sana`"
-_SCRATCH_ARCH = {
-    "num_layers": 28,
-    "num_attention_heads": 36,
-    "num_cross_attention_heads": 16,
-    "cross_attention_head_dim": 72,
-}
 SMALL_SET = 1000
-VALUES = (
-    Value(LORA, "bucket.batch", 4, f"{_DIFFUSERS}: 1, accumulated 4 times"),
-    Value(
-        LORA,
-        "train.adapter",
-        {"kind": "lora", "rank": 16, "targets": "attention"},
-        f"rank 4 in {_DIFFUSERS}, 16 in reports of users of Z-Image (2B); cosmos-rl trains all eight projections",
-    ),
-    Value(LORA, "train.optim.lr", 1e-4, f"{_DIFFUSERS}, cosmos-rl; 1e-6 does not learn (NVlabs/Sana #250)"),
-    Value(LORA, "train.optim.clip", 1.0, _DIFFUSERS),
-    Value(LORA, "train.optim.warmup_steps", 100, "our choice, at most a fifth of the steps"),
-    Value(LORA, "train.caption_drop", 0.1, "NVlabs' `class_dropout_prob`"),
-    Value(LORA, "train.flow.shift", 3.0, "NVlabs' `flow_shift`"),
-    Value(LORA, "train.save_every", 250, "our choice: some eight checkpoints to choose from"),
-    Value(LORA, "train.keep_checkpoints", 8, "our choice: one is chosen by its pictures"),
-    Value(FULL, "bucket.batch", 64, f"`train_batch_size` of {_NVLABS}; there of each GPU"),
-    Value(FULL, "bucket.batch", 128, "`train_batch_size` of NVlabs' `Sana_600M_img512`", resolution=512),
-    Value(FULL, "bucket.batch", 16, "our choice: enough steps in 100 epochs of few pictures", below=SMALL_SET),
-    Value(FULL, "train.optim.lr", 1e-4, f"{_NVLABS}; new concepts come slowly below 5e-5 (reported by users)"),
-    Value(FULL, "train.optim.lr", 5e-5, "1e-4 by NVlabs' square root rule (`auto_lr`) for 16 of 64", below=SMALL_SET),
-    Value(FULL, "train.optim.clip", 0.1, f"`gradient_clip` of {_NVLABS}"),
-    Value(FULL, "train.optim.weight_decay", 0.01, _NVLABS),
-    Value(FULL, "train.optim.warmup_steps", 2000, f"{_NVLABS}; at most a fifth of the steps, as 2,000 of 10,000"),
-    Value(FULL, "train.caption_drop", 0.1, "NVlabs' `class_dropout_prob`"),
-    Value(FULL, "train.flow.shift", 3.0, "NVlabs' `flow_shift`"),
-    Value(FULL, "train.save_every", 500, "NVlabs' `save_model_steps`"),
-    Value(SCRATCH, "model.arch", _SCRATCH_ARCH, "the smallest released Sana, 0.6B; `{}` is the 1.6B"),
-    Value(SCRATCH, "bucket.batch", 256, "NVlabs' square root rule (`auto_lr`) leaves 1e-4 as it is at 256"),
-    Value(SCRATCH, "train.precision", "bf16", "NVlabs' SANA-1.5; their 0.6B was trained in fp16"),
-    Value(SCRATCH, "train.optim.lr", 1e-4, "NVlabs' `Sana_600M_img512`"),
-    Value(SCRATCH, "train.optim.clip", 0.1, "NVlabs' `gradient_clip`"),
-    Value(SCRATCH, "train.optim.weight_decay", 0.01, _NVLABS),
-    Value(SCRATCH, "train.optim.warmup_steps", 2000, "NVlabs' `num_warmup_steps`"),
-    Value(SCRATCH, "train.ema", {"decay": 0.9999}, "NVlabs' `ema_rate`"),
-    Value(SCRATCH, "train.caption_drop", 0.1, "NVlabs' `class_dropout_prob`"),
-    Value(SCRATCH, "train.flow.shift", 3.0, "NVlabs' `flow_shift`"),
-    Value(SCRATCH, "train.save_every", 1000, "our choice"),
-)
-"""Of several rows with one option the last that holds counts."""
+_FEWER = f"fewer than {SMALL_SET:,} pictures"
+SMALL = {
+    "bucket.batch": (16, f"{_FEWER}: enough steps in 100 epochs of them; our choice"),
+    "train.optim.lr": (5e-5, f"{_FEWER}: 1e-4 by NVlabs' square root rule (auto_lr) for 16 of 64"),
+}
+"""Option -> value and reason, for full fine-tuning of fewer than `SMALL_SET` pictures."""
 
 STEPS = {
     LORA: Steps(
-        200, 500, 3100, f"50 steps a picture; {_DIFFUSERS}: 500; users of Z-Image (2B, rank 16): 2,000 to 3,100"
+        200,
+        500,
+        3100,
+        "50 steps a picture; diffusers' train_dreambooth_lora_sana: 500; users of Z-Image (2B, rank 16): 2,000 to "
+        "3,100",
     ),
     FULL: Steps(
         100,
         500,
         10_000,
-        "NVlabs' `num_epochs` = 100, from which on `train` warns; about 10,000 before a first concept shows "
+        "NVlabs' num_epochs = 100, from which on train warns; about 10,000 before a first concept shows "
         "(reported by people who fine-tune Sana)",
     ),
-    SCRATCH: Steps(100, 10_000, 100_000, "NVlabs' `num_epochs` = 100; the bounds are our choice"),
+    SCRATCH: Steps(100, 10_000, 100_000, "NVlabs' num_epochs = 100; the bounds are our choice"),
 }
 
 MEMORY = (
-    Memory(LORA, 1024, 6, {}, "4.3 GiB (`sana-pipe plan`); the text encoder takes 5.2 GB while encoding"),
+    Memory(LORA, 1024, 6, {}, "4.3 GiB (sana-pipe plan); the text encoder takes 5.2 GB while encoding"),
     Memory(LORA, 512, 6, {}, "as above"),
-    Memory(FULL, 1024, 36, {}, "29.0 GiB and a tenth free (`sana-pipe plan`)"),
+    Memory(FULL, 1024, 36, {}, "29.0 GiB and a tenth free (sana-pipe plan)"),
     Memory(
         FULL,
         1024,
@@ -145,25 +96,24 @@ MEMORY = (
             "train.parallel.reshard_after_forward": True,
             "train.parallel.reduce_each_microbatch": True,
         },
-        "17.3 GiB at a microbatch of 1 (`sana-pipe plan`): moments in 8 bits (`pip install 'sana-pipe[torchao]'`)",
+        "17.3 GiB at a microbatch of 1 (sana-pipe plan): moments in 8 bits (pip install 'sana-pipe[torchao]')",
     ),
     Memory(
         FULL,
         1024,
         21.5,
         {"train.precision": "bf16_pure"},
-        "17.1 GiB (`sana-pipe plan`): parameters and moments in bf16, with stochastic rounding",
+        "17.1 GiB (sana-pipe plan): parameters and moments in bf16, with stochastic rounding",
     ),
-    Memory(FULL, 512, 11, {}, "9.8 GiB (`sana-pipe plan`), the 0.6B in fp32"),
-    Memory(SCRATCH, 512, 15, {}, "13.7 GiB at a microbatch of 8 (`sana-pipe plan`)"),
+    Memory(FULL, 512, 11, {}, "9.8 GiB (sana-pipe plan), the 0.6B in fp32"),
+    Memory(SCRATCH, 512, 15, {}, "13.7 GiB at a microbatch of 8 (sana-pipe plan)"),
 )
 
 OF_A_FURTHER_CARD = 1.2
-"""GiB of a context and of the buffers of collectives, as `sana-pipe plan` estimates them."""
+"""GiB of a context and of the buffers of collectives, as sana-pipe plan estimates them."""
 
 HELDOUT = ((1000, 0.02), (40, 0.1))
 """(from so many pictures, share that is held out): `validation.samples` are 512, and fewer than four say little."""
-HELDOUT_SOURCE = "our choice, as `sana_1600m_1024_lora`"
 FULL_FROM = 2000
 """So many pictures with captions are fully fine-tuned where the memory suffices; our choice, not a measurement."""
 SHARP, LARGEST = 1.5, 2.0
@@ -222,7 +172,11 @@ class Choice:
 
 @dataclass
 class Recommendation:
-    """What to write. trained: pictures that are trained on. prompts: lines to draw while it trains."""
+    """A shipped configuration, `base`, and the `choices` that differ from it.
+
+    Attributes:
+        trained: pictures that are trained on. prompts: lines to draw while it trains.
+    """
 
     purpose: str
     resolution: int
@@ -231,8 +185,55 @@ class Recommendation:
     notes: list[str] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
 
+    @property
+    def base(self) -> str:
+        """The shipped configuration that is changed."""
+        return {LORA: _ADAPTED, SCRATCH: _NEW}.get(self.purpose, self.models)
+
+    @property
+    def models(self) -> str:
+        """The shipped configuration whose models are used; `base`, or another."""
+        return MODELS[self.resolution]
+
+    @cached_property
+    def _tree(self) -> dict[str, Any]:
+        return load_given(SHIPPED / f"{self.base}.yaml")[1].tree
+
     def add(self, option: str, value: Any, why: str) -> None:
-        self.choices.append(Choice(option, value, why))
+        """Change an option, unless it has this value."""
+        if value_at(self._tree, option) != value:
+            self.choices.append(Choice(option, value, why))
+
+    def value(self, option: str) -> Any:
+        """Return what the written file says of an option."""
+        chosen = [choice.value for choice in self.choices if choice.option == option]
+        return chosen[-1] if chosen else value_at(self._tree, option)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Tell whether the models are of another file than the values."""
+        return bool(value_at(self._tree, "data.resolution") != self.resolution)
+
+    def text(self) -> str:
+        """The shipped file without its head, with all choices."""
+        body = _body(self.base)
+        if self.is_mixed:
+            models = _body(self.models)
+            for section in _OF_MODELS:
+                body = body.replace(_section(section, body), _section(section, models))
+        for choice in self.choices:
+            body = edited(body, choice.option, choice.value, choice.why, _INSTEAD.get(choice.option))
+        return body
+
+
+def _body(name: str) -> str:
+    """A shipped configuration without the comments at its head."""
+    return (SHIPPED / f"{name}.yaml").read_text(encoding="utf-8").partition("\n\n")[2]
+
+
+def _section(name: str, text: str) -> str:
+    """The lines of a top-level section, up to the next one."""
+    return next(re.finditer(rf"^{name}:.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL))[0]
 
 
 def recommend(facts: Facts, purpose: str | None = None, trigger: str | None = None) -> Recommendation:
@@ -248,7 +249,7 @@ def recommend(facts: Facts, purpose: str | None = None, trigger: str | None = No
     if not facts.pictures:
         raise UserError("there is no usable picture", fix="sana-pipe encode --data DIR --dry-run names the reasons")
     resolution, left_out = _resolution(facts)
-    why_small = "" if resolution == max(BASES) else ": more than half of the pictures are small"
+    why_small = "" if resolution == max(MODELS) else ": more than half of the pictures are small"
     chosen, why = _purpose(facts, purpose, resolution)
     if chosen == FULL and resolution == 1024 and _memory(FULL, 1024, facts) is None and _memory(FULL, 512, facts):
         resolution, left_out, why_small = 512, _enlarged(facts, 512, LARGEST), ": the 1.6B needs more memory"
@@ -270,9 +271,9 @@ def _resolution(facts: Facts) -> tuple[int, int]:
     Raises:
         UserError: all are.
     """
-    for resolution in BASES:
+    for resolution in MODELS:
         sharp = len(facts.heights) - _enlarged(facts, resolution, SHARP)
-        if 2 * sharp >= len(facts.heights) or resolution == min(BASES):
+        if 2 * sharp >= len(facts.heights) or resolution == min(MODELS):
             break
     left_out = _enlarged(facts, resolution, LARGEST)
     if left_out == facts.pictures:
@@ -320,24 +321,20 @@ def _too_little(purpose: str, facts: Facts) -> UserError:
     names = {LORA: "a LoRA", FULL: "full fine-tuning", SCRATCH: "training from scratch"}
     return UserError(
         f"{names[purpose]} does not fit into {facts.gpus} x {facts.memory_gib:.1f} GiB",
-        expected=f"{least.gib:g} GiB, of all cards together, for {BASES[least.resolution]}, and "
+        expected=f"{least.gib:g} GiB, of all cards together, for {MODELS[least.resolution]}, and "
         f"{OF_A_FURTHER_CARD} GiB for each further card",
         fix="a card with more memory" if purpose == LORA else "--for lora, or more cards",
     )
 
 
 def _models(made: Recommendation, why_small: str) -> None:
-    name = BASES[made.resolution]
-    tree = load_given(name)[1].tree
-    made.add("cache", "./cache", "encoded pictures and captions")
-    for section in ("vae", "text"):
-        made.add(section, tree[section], f"the encoders of configs/{name}.yaml")
-    if made.purpose == SCRATCH:
-        made.add("data.resolution", made.resolution, "to begin with; docs/training.md has phases")
-        return
-    made.add("model", tree["model"], f"the weights of configs/{name}.yaml{why_small}")
-    made.add("data.resolution", made.resolution, "what these weights draw")
-    made.add("train.precision", tree["train"]["precision"], f"as in configs/{name}.yaml, for these weights")
+    """The resolution and the precision of the models, where they are not those of the file."""
+    if why_small and made.purpose != SCRATCH:
+        made.notes.append(f"{made.models}{why_small}")
+    if made.is_mixed:
+        made.add("data.resolution", made.resolution, "what these weights draw")
+        precision = load(SHIPPED / f"{made.models}.yaml").train.precision
+        made.add("train.precision", precision, f"as in configs/{made.models}.yaml, for these weights")
 
 
 def _data(made: Recommendation, facts: Facts, trigger: str | None, left_out: int) -> int:
@@ -424,23 +421,20 @@ def _prompts(facts: Facts, trigger: str | None) -> list[str]:
 
 
 def _training(made: Recommendation, facts: Facts, pictures: int, memory: Memory) -> None:
-    """Values of the table."""
-    values = {v.option: v for v in VALUES if v.holds(made.purpose, made.resolution, pictures)}
-    share = _share(pictures, facts)
-    trained = made.trained = max(1, round(pictures * (1 - share)))
-    batch = values["bucket.batch"].value
+    """Batch, steps and memory."""
+    if made.purpose == FULL and pictures < SMALL_SET:
+        for option, (value, why) in SMALL.items():
+            made.add(option, value, why)
+    trained = made.trained = max(1, round(pictures * (1 - _share(pictures, facts))))
+    batch = made.value("bucket.batch")
     rounded = math.ceil(batch / facts.gpus) * facts.gpus
-    steps = STEPS[made.purpose].of(trained, rounded)
-    for option, value in values.items():
-        number, why = value.value, value.source
-        if option == "bucket.batch" and rounded != batch:
-            number, why = rounded, f"{why}; a multiple of {facts.gpus} cards"
-        elif option == "train.optim.warmup_steps":
-            number = min(number, steps // 5)
-        made.add(option, number, why)
-    source = STEPS[made.purpose].source
+    if rounded != batch:
+        made.choices = [choice for choice in made.choices if choice.option != "bucket.batch"]
+        made.add("bucket.batch", rounded, f"{batch}, as a multiple of {facts.gpus} cards")
+    steps, source = STEPS[made.purpose].of(trained, rounded), STEPS[made.purpose].source
     made.add("train.steps", steps, f"{steps * rounded / trained:,.0f} visits of each of {trained:,} pictures. {source}")
-    made.choices = [choice for choice in made.choices if choice.option not in memory.settings]
+    warmup = min(made.value("train.optim.warmup_steps"), steps // 5)
+    made.add("train.optim.warmup_steps", warmup, "a fifth of the steps")
     for option, setting in memory.settings.items():
         made.add(option, setting, f"{facts.all_gib:.1f} GiB of GPU memory: {memory.source}")
     if (visits := steps * rounded / trained) > 100 and made.purpose != LORA:
@@ -457,14 +451,17 @@ def _share(pictures: int, facts: Facts) -> float:
 
 def _watching(made: Recommendation, facts: Facts, pictures: int) -> None:
     """Validation and pictures while it trains."""
-    every = next(choice.value for choice in made.choices if choice.option == "train.save_every")
-    if share := _share(pictures, facts):
-        made.add(
-            "bucket.heldout", share, f"about {pictures - made.trained} pictures for the validation: {HELDOUT_SOURCE}"
-        )
+    every, share = made.value("train.save_every"), _share(pictures, facts)
+    if share:
+        reason = f"about {pictures - made.trained} pictures for the validation; our choice"
+        made.add("bucket.heldout", share, reason)
         made.add("train.validation", {"every": every}, "the loss on the held-out pictures, at each checkpoint")
     else:
         few = f"fewer than {HELDOUT[-1][0]} pictures"
-        made.notes.append(f"no validation: {few if pictures < HELDOUT[-1][0] else 'no digest is among those held out'}")
-    if made.prompts:
-        made.add("train.pictures", {"every": every}, "draws the prompts of prompts.txt, at each checkpoint")
+        why = few if pictures < HELDOUT[-1][0] else "no digest is among those held out"
+        made.notes.append(f"no validation: {why}")
+        if made.value("train.validation") is not None:
+            made.add("bucket.heldout", 0.0, f"nothing is held out: {why}")
+            made.add("train.validation", None, f"nothing is held out: {why}")
+    if not made.prompts:
+        made.add("train.pictures", None, "there are no prompts")

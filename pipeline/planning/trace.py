@@ -133,7 +133,7 @@ def block_numbers(blocks: int, train: TrainConfig, layout: Layout) -> tuple[int,
     if takes_turns:
         period = int(train.activation_checkpointing.removeprefix("every-"))
     if layout.pp > 1:
-        period *= layout.pp * train.parallel.stages_per_rank
+        period *= layout.pp
     step = period if period > 1 else 2
     small = max(period, 3)
     small += (blocks - small) % step if period > 1 else 0

@@ -22,7 +22,6 @@ from pipeline.cache.cache import MOVING, Cache
 from pipeline.cache.keys import fixed
 from pipeline.cache.layout import Paths
 from pipeline.cache.snapshot import Bucket, BucketPart, Snapshot, picture_keys
-from pipeline.config import BucketConfig
 from pipeline.errors import CacheError, IntegrityError
 from pipeline.images import buckets
 from pipeline.reporting.further_figures import further_figures
@@ -118,7 +117,6 @@ def _alike(snapshot: Snapshot, names: pa.Table) -> tuple[list[dict[str, Any]], s
         return [], f"The pictures were not compared: their hashes are of an earlier version; {ANEW} makes them again."
     if len(snapshot) > COMPARED:
         return [], f"The pictures were not compared, since there are more than {COMPARED:,} samples."
-    settings = BucketConfig.model_validate((snapshot.head.options or {}).get("bucket", {}))
     rows = (
         names.select(["source", "item"])
         .append_column("row", pa.array(np.arange(len(snapshot))))
@@ -126,7 +124,7 @@ def _alike(snapshot: Snapshot, names: pa.Table) -> tuple[list[dict[str, Any]], s
     )
     first = np.sort(rows.aggregate([("row", "min")]).column("row_min").to_numpy())  # of several resolutions
     hashed = near_samples.hashes_of(snapshot)[first]
-    member, flat = near.groups(hashed, settings.dedup_distance), int(near_samples.is_flat(hashed).sum())
+    member, flat = near.groups(hashed, near.DISTANCE), int(near_samples.is_flat(hashed).sum())
     sizes = np.bincount(member)
     largest = np.argsort(-sizes, kind="stable")[: near_samples.LARGEST]
     groups = [

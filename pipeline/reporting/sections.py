@@ -192,7 +192,7 @@ def _alike(data: Figures) -> Iterator[Block]:
     if data["not_compared"]:
         yield data["not_compared"]
     if data["alike"]:
-        yield "Pictures whose hashes differ in few bits (bucket.dedup_distance); bucket.dedup=near takes one of each."
+        yield "Pictures whose hashes differ in few bits; bucket.dedup=near takes one of each."
     yield from (_card(entry, f"{entry['pictures']:,} pictures look the same") for entry in data["alike"])
 
 

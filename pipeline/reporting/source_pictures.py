@@ -54,7 +54,7 @@ class SourcePictures:
         if not data:
             return None if data is None else Image.new("RGB", size[::-1], (recipe.blank,) * 3)
         try:
-            return Image.fromarray(recipe.pixels(data, size, settings.max_pixels, settings.max_bytes))
+            return Image.fromarray(recipe.pixels(data, size, settings.max_pixels))
         except (decoding.ImageReject, UserError):  # or OpenCV is missing
             return None
 
@@ -70,7 +70,7 @@ class SourcePictures:
             return None
         settings = self.settings
         try:
-            width, height = decoding.probe(data, settings.max_pixels, settings.max_bytes)
+            width, height = decoding.probe(data, settings.max_pixels)
         except decoding.ImageReject:
             return None
         scale = min(1.0, side / max(width, height))
@@ -79,7 +79,7 @@ class SourcePictures:
     def _decoded(self, data: bytes, size: tuple[int, int]) -> Image.Image | None:
         settings = self.settings
         try:
-            pixels = decoding.load(data, size, settings.background, settings.max_pixels, max_bytes=settings.max_bytes)
+            pixels = decoding.load(data, size, settings.background, settings.max_pixels)
         except decoding.ImageReject:
             return None
         return Image.fromarray(pixels)

@@ -109,18 +109,18 @@ class PictureSignal(Signal, PictureRecipe):
     beside: ClassVar[bool] = False
     blank: ClassVar[int] = 0
 
-    def pixels(self, data: bytes, size: tuple[int, int], max_pixels: int, max_bytes: int) -> np.ndarray:
+    def pixels(self, data: bytes, size: tuple[int, int], max_pixels: int) -> np.ndarray:
         """Decode what the encoder is given of a picture: uint8 (H, W, 3).
 
         Args:
-            data: the file. size: (height, width) in pixels. max_pixels, max_bytes: as in `decoding.load`.
+            data: the file. size: (height, width) in pixels. max_pixels: as in `decoding.load`.
 
         Raises:
             ImageReject: as in `decoding.load`.
         """
         from pipeline.images import decoding
 
-        return decoding.load(data, size, self.background, max_pixels, self.decoder, max_bytes)
+        return decoding.load(data, size, self.background, max_pixels, self.decoder)
 
     def footprint(self, encoders: Encoders, height: int, width: int) -> Footprint | None:
         """Return what the encoder needs for pictures of height x width pixels; None: no memory of a GPU."""

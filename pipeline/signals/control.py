@@ -46,8 +46,8 @@ class ControlRecipe(LatentRecipe):
     def comparison(self, encoders: Encoders) -> None:
         return None
 
-    def pixels(self, data: bytes, size: tuple[int, int], max_pixels: int, max_bytes: int) -> np.ndarray:
-        picture = super().pixels(data, size, max_pixels, max_bytes)
+    def pixels(self, data: bytes, size: tuple[int, int], max_pixels: int) -> np.ndarray:
+        picture = super().pixels(data, size, max_pixels)
         return np.repeat(_edges()(picture, 100, 200)[..., None], 3, axis=2) if self.made else picture
 
 

@@ -64,12 +64,12 @@ class MaskRecipe(PictureSignal):
     def encoder(self, encoders: Encoders, device: Any) -> PictureEncoder:
         return _Averages(self.compression)
 
-    def pixels(self, data: bytes, size: tuple[int, int], max_pixels: int, max_bytes: int) -> np.ndarray:
+    def pixels(self, data: bytes, size: tuple[int, int], max_pixels: int) -> np.ndarray:
         from pipeline.images import decoding
 
-        gray = (decoding.load_alpha if self.made else decoding.load_mask)(data, size, max_pixels, max_bytes)
+        gray = (decoding.load_alpha if self.made else decoding.load_mask)(data, size, max_pixels)
         if gray is None:
-            return super().pixels(data, size, max_pixels, max_bytes)
+            return super().pixels(data, size, max_pixels)
         return np.repeat(gray[..., None], 3, axis=2)
 
 

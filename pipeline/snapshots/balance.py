@@ -1,11 +1,10 @@
 """Weights that balance what a data set has too much of, from clusters of the records in the caches.
 
-What: `vectors` pools the latent of each picture (mean and spread of each channel) or the text of its first caption
-(mean of its rows, projected); `clusters` groups them by k-means; `weights` gives a sample of a large cluster fewer
-visits.
+What: `vectors` pools the latent of each picture (mean and spread of each channel); `clusters` groups them by k-means;
+`weights` gives a sample of a large cluster fewer visits.
 Why k-means here: scikit-learn's rounds as its threads and libraries do, and a snapshot must be the same everywhere.
 Vectors are rounded to integers, whose products and sums are exact in float64 in any order.
-Price: every latent, or text record, is read once. 1 KiB of memory a sample for latents of 32 channels.
+Price: every latent is read once. 1 KiB of memory a sample for latents of 32 channels.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from pipeline.cache.codec import to_float
 from pipeline.snapshots.join import EncodedRecords, Frame
 from pipeline.snapshots.record_values import read_records
 
-PROJECTED = 64
-"""Dimensions of pooled text."""
+CLUSTERS = 32
+"""Groups at most."""
 FITTED = 1 << 15
 """Samples, those with the smallest ids, that decide the clusters; the others join the nearest."""
 ROUNDS = 30
@@ -32,27 +31,16 @@ STEPS, MOST = 8, 8
 
 
 def vectors(
-    by: str, frame: Frame, records: EncodedRecords, caches: Sequence[Cache], shapes: Sequence[tuple[int, int]]
+    frame: Frame, records: EncodedRecords, caches: Sequence[Cache], shapes: Sequence[tuple[int, int]]
 ) -> np.ndarray:
     """A vector of each sample, (n, d) float64.
 
     Args:
-        by: `picture` or `text`.
         shapes: (height, width) of the buckets in pixels.
 
     Raises:
         IntegrityError: a record is damaged.
     """
-    if by == "text":
-        rows = frame.text[frame.captions[:-1]]
-        index, width = records.texts, records.caption.width
-        signs = np.random.Generator(np.random.PCG64(0)).integers(0, 2, (width, PROJECTED)) * 2.0 - 1
-        count = index.columns["valid"][rows].astype(np.int64)
-        pooled = np.empty((len(rows), PROJECTED))
-        for some, values, ends in read_records(records.caption, index, caches, rows, count, (width,)):
-            for at, begin, end in zip(some.tolist(), [0, *ends[:-1].tolist()], ends.tolist(), strict=True):
-                pooled[at] = to_float(values[begin:end]).mean(axis=0, dtype=np.float64) @ signs
-        return pooled
     recipe = records.pictures[0]
     rows, result = frame.pictures[recipe.kind], list[tuple[np.ndarray, np.ndarray]]()
     for bucket in np.unique(frame.bucket).tolist():
@@ -70,8 +58,8 @@ def vectors(
     return pooled
 
 
-def clusters(pooled: np.ndarray, sample_id: np.ndarray, count: int) -> np.ndarray:
-    """The cluster of each sample, (n,) int64: 0 to at most `count` - 1, the same for any order of the samples.
+def clusters(pooled: np.ndarray, sample_id: np.ndarray) -> np.ndarray:
+    """The cluster of each sample, (n,) int64: 0 to at most `CLUSTERS` - 1, the same for any order of the samples.
 
     Args:
         pooled: from `vectors`. sample_id: (n,) uint64.
@@ -82,7 +70,7 @@ def clusters(pooled: np.ndarray, sample_id: np.ndarray, count: int) -> np.ndarra
     spread[spread == 0] = 1
     rounded = np.clip(np.rint((pooled - middle) / spread * SCALE), -LARGEST, LARGEST)
     chosen = rounded[order[:FITTED]]
-    centres = _first_centres(chosen, count)
+    centres = _first_centres(chosen)
     for _ in range(ROUNDS):
         member = _nearest(chosen, centres)
         sizes = np.bincount(member, minlength=len(centres))
@@ -100,12 +88,12 @@ def clusters(pooled: np.ndarray, sample_id: np.ndarray, count: int) -> np.ndarra
     )
 
 
-def _first_centres(chosen: np.ndarray, count: int) -> np.ndarray:
+def _first_centres(chosen: np.ndarray) -> np.ndarray:
     """k-means++: each centre is a sample, drawn by the square of its distance from those before it."""
     rng = np.random.Generator(np.random.PCG64(0))
     centres = chosen[rng.integers(len(chosen))][None]
     distance = _squares(chosen, centres)[:, 0]
-    while len(centres) < count and (total := int(distance.sum())):
+    while len(centres) < CLUSTERS and (total := int(distance.sum())):
         at = int(np.searchsorted(np.cumsum(distance), rng.integers(total), side="right"))
         centres = np.concatenate([centres, chosen[at][None]])
         distance = np.minimum(distance, _squares(chosen, centres[-1:])[:, 0])

@@ -104,7 +104,7 @@ def read_inputs(config: Config, caches: list[Cache], scans: dict[str, Scan] | No
 
 def _options(config: Config, cache: Cache) -> dict[str, dict[str, Any]]:
     """Return what decides a snapshot besides its scans. Records of other caches lie in its own."""
-    elsewhere = {"caches", "pack_mib", "pack_window"}
+    elsewhere = {"caches", "pack_mib"}
     bucket = config.bucket.model_dump(mode="json", exclude_defaults=True, exclude=elsewhere)
     if config.bucket.grow:
         bucket["grow"] = cache.open_snapshot(config.bucket.grow).id  # the name may move

@@ -17,15 +17,18 @@ import pyarrow as pa
 
 from pipeline.cache.arrow import batches
 from pipeline.cache.snapshot import HeldOut, Policies
-from pipeline.config import BalanceConfig, Config, SourceConfig, setting
+from pipeline.config import Config, SourceConfig, setting
 from pipeline.errors import CacheError
 from pipeline.signals.phash import ANEW, HashRecipe
-from pipeline.snapshots import balance, near_samples, selection
+from pipeline.snapshots import balance, near, near_samples, selection
 from pipeline.snapshots.duplicates import Duplicates, Named, unused
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.inputs import Inputs
 from pipeline.snapshots.join import Assembled, Frame, Joined, assemble, folder_repeats, join, usable, without_policy
 from pipeline.snapshots.near import Report
+
+PAD_TEXT_MULTIPLE = 16
+"""Captions of a batch are padded to a multiple of this many tokens, at most to the longest that the text recipe has."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +107,15 @@ class _Maker:
         frame, listed = joined.frame(), list[Duplicates]()
         if settings.dedup == "image":
             frame, _ = self._deduplicated(frame, listed)
-        near = self._near_groups(frame)
-        keys = None if near is None else near.keys
-        if near is not None and settings.dedup == "near":
-            frame, keys = self._deduplicated(frame, listed, near)  # one picture of each group, and those of dedup_keep
-        elif near is not None:
-            listed.append(Duplicates.that_stay(joined, frame, near.keys, near.not_compared))
+        groups = self._near_groups(frame)
+        keys = None if groups is None else groups.keys
+        if groups is not None and settings.dedup == "near":
+            frame, keys = self._deduplicated(frame, listed, groups)  # one picture of each, and those of dedup_keep
+        elif groups is not None:
+            listed.append(Duplicates.that_stay(joined, frame, groups.keys, groups.not_compared))
         if settings.dedup_keep and settings.dedup == "none":
             joined.notes.append("bucket.dedup_keep has no effect, since bucket.dedup=none leaves nothing out")
-        distance = None if keys is None else settings.dedup_distance
+        distance = None if keys is None else near.DISTANCE
         frame, heldout = self._held_out(frame, keys, distance)
         if settings.subset is not None:
             frame, pictures = selection.subset(joined, frame, settings.subset, self.earlier)
@@ -125,14 +128,14 @@ class _Maker:
         return replace(made, balance=clusters, duplicates=listed, leaked=self._leaked(frame)), heldout
 
     def _deduplicated(
-        self, frame: Frame, listed: list[Duplicates], near: near_samples.NearGroups | None = None
+        self, frame: Frame, listed: list[Duplicates], groups: near_samples.NearGroups | None = None
     ) -> tuple[Frame, np.ndarray | None]:
         """Leave out equal files, or near-duplicates; returns what stays, and keys of groups that a held-out part takes
         whole."""
         settings, joined = self.settings, self.joined
         keys, better, flat = None, None, None
-        if near is not None:
-            keys, better, flat = near.keys, selection.larger(frame, self.inputs.records), near.not_compared
+        if groups is not None:
+            keys, better, flat = groups.keys, selection.larger(frame, self.inputs.records), groups.not_compared
         names = Named.of(settings.dedup_keep, self.inputs.scans)
         kept, pictures = names.rows(joined, frame) if settings.dedup_keep else (None, {})
         missing = [name for name in settings.dedup_keep if name not in pictures]
@@ -170,7 +173,7 @@ class _Maker:
         if settings.dedup != "near" and not settings.heldout:
             return None
         with self.comparing(len(frame)) as report:
-            shared = inputs.records, inputs.caches, settings.dedup_distance
+            shared = inputs.records, inputs.caches
             return near_samples.near_groups(self.joined, frame, *shared, report)
 
     def _held_out(self, frame: Frame, keys: np.ndarray | None, distance: int | None) -> tuple[Frame, Made | None]:
@@ -188,12 +191,12 @@ class _Maker:
         joined.leave("held out for validation", count, "bucket.heldout=0")
         return frame.take(np.logical_not(held_out, out=held_out), joined.scratch), made
 
-    def _balanced(self, settings: BalanceConfig, frame: Frame) -> tuple[Frame, list[Fraction]]:
+    def _balanced(self, strength: float, frame: Frame) -> tuple[Frame, list[Fraction]]:
         """The samples with their clusters, and the visits per epoch of each."""
         inputs = self.inputs
-        pooled = balance.vectors(settings.by, frame, inputs.records, inputs.caches, inputs.table.shapes)
-        member = balance.clusters(pooled, frame.sample_id, settings.clusters)
-        return replace(frame, cluster=member), balance.weights(member, settings.strength)
+        pooled = balance.vectors(frame, inputs.records, inputs.caches, inputs.table.shapes)
+        member = balance.clusters(pooled, frame.sample_id)
+        return replace(frame, cluster=member), balance.weights(member, strength)
 
     def _assembled(
         self,
@@ -208,8 +211,7 @@ class _Maker:
         settings, heldout = self.settings, side == "heldout"
         policies = Policies(
             small="carry" if heldout else settings.remainder,
-            pad_text_multiple=settings.pad_text_multiple,
-            order=None if heldout or settings.order == "random" else settings.order,
+            pad_text_multiple=PAD_TEXT_MULTIPLE,
             heldout=HeldOut(settings.heldout, side, distance) if settings.heldout else None,
         )
         assembled = assemble(
@@ -246,7 +248,7 @@ class _Maker:
             )
             return {}
         with self.comparing(len(frame)) as report:
-            shared = part, self.settings.dedup_distance, report
+            shared = part, report
             leaked, flat = near_samples.leaked(frame, inputs.records, inputs.caches, *shared)
         if flat:
             self.joined.notes.append(f"{flat} samples of {named} have too little detail to be compared with these")

@@ -41,13 +41,12 @@ class NearGroups:
 
 
 def near_groups(
-    joined: Joined, frame: Frame, records: EncodedRecords, caches: Sequence[Cache], distance: int, report: near.Report
+    joined: Joined, frame: Frame, records: EncodedRecords, caches: Sequence[Cache], report: near.Report
 ) -> NearGroups:
     """The groups of near-duplicates among samples (see `pipeline.snapshots.near`).
 
     Args:
         caches: those that `records` index, in the same order.
-        distance: `bucket.dedup_distance`.
         report: as of `near.groups`.
 
     Raises:
@@ -64,7 +63,7 @@ def near_groups(
         first.add(rows[one])
     every, samples = digests.finish(), first.finish()
     hashed = _hashes(records, caches, frame.pictures[HashRecipe.kind][samples])
-    member = near.groups(hashed, distance, report)
+    member = near.groups(hashed, near.DISTANCE, report)
     of_samples = scratch.writer("S16")
     for piece in pieces(len(frame)):
         of_samples.add(every[member[number[piece]]])
@@ -76,7 +75,6 @@ def leaked(
     records: EncodedRecords,
     caches: Sequence[Cache],
     part: Snapshot,
-    distance: int,
     report: near.Report,
 ) -> tuple[int, int]:
     """Count the samples of a held-out part that look like a sample of the training, and how many have too little detail
@@ -88,7 +86,7 @@ def leaked(
     """
     trained = _hashes(records, caches, np.unique(frame.pictures[HashRecipe.kind]))
     theirs = hashes_of(part)
-    member = near.groups(np.concatenate([trained, theirs]), distance, report)
+    member = near.groups(np.concatenate([trained, theirs]), near.DISTANCE, report)
     return int(np.isin(member[len(trained) :], member[: len(trained)]).sum()), int(is_flat(theirs).sum())
 
 
@@ -132,7 +130,7 @@ class Alike:
     flat: int
 
 
-def alike(snapshot: Snapshot, row: int, distance: int) -> Alike:
+def alike(snapshot: Snapshot, row: int) -> Alike:
     """The pictures that look like a sample's. Reads all hashes.
 
     Raises:
@@ -149,7 +147,7 @@ def alike(snapshot: Snapshot, row: int, distance: int) -> Alike:
     every = hashes_of(snapshot)
     bits, flat = near.distances(every[row], every), is_flat(every)
     bits[flat | flat[row]] = 1 << 16
-    rows = np.flatnonzero(bits <= distance)
+    rows = np.flatnonzero(bits <= near.DISTANCE)
     seen, pictures = {snapshot.source_item(row)}, []
     for at in rows[np.argsort(bits[rows], kind="stable")].tolist():
         if (name := snapshot.source_item(at)) not in seen:  # else another resolution of it

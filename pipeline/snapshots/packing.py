@@ -48,6 +48,8 @@ OVERHEAD = 1536
 """About so many bytes of tar and npy headers and padding per member."""
 _SPAN = 1 << 16
 """Rows whose columns are read at a time."""
+WINDOW = 4
+"""Shards of a bucket that training shuffles together (see pipeline/loader/schedule.py)."""
 THREADS = 8
 """Records that are read at the same time."""
 
@@ -223,12 +225,8 @@ def _record(reader: ShardReader, place: RecordPlace | TextPlace, shape: tuple[in
     return Payload(place.key, place.checksum, payload, shape)
 
 
-def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan, window: int) -> Head:
-    """The head of the packed snapshot; writes its chunks. Every unit must be committed.
-
-    Args:
-        window: blocks that are shuffled together while training.
-    """
+def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan) -> Head:
+    """The head of the packed snapshot; writes its chunks. Every unit must be committed."""
     done = {commit.unit: commit for commit in index.commits(cache.files, plan.recipe, plan.number)}
     commits = [done[unit.unit] for unit in plan.units]
     shards = [str(commit.shard) for commit in commits]
@@ -240,7 +238,7 @@ def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan, window: int) -> 
     return replace(
         head,
         parent=snapshot.id,
-        policies=replace(head.policies, packed=PackedOrder(window)),
+        policies=replace(head.policies, packed=PackedOrder(WINDOW)),
         buckets=tuple(replace(bucket, block=block) for bucket, block in zip(head.buckets, blocks, strict=True)),
         folder=plan.recipe,
         shards={kind: of_text if kind == snapshot.caption.kind else of_pictures for kind in head.shards},

@@ -94,12 +94,12 @@ def is_url(name: str) -> bool:
 
 
 def is_web(name: str) -> bool:
-    """Whether a name is the URL of a web server."""
+    """Return whether a name is the URL of a web server."""
     return is_url(name) and name.strip().lower().startswith(("http://", "https://"))
 
 
 def is_link(name: str) -> bool:
-    """Whether a name is an address of another machine. One on this disk is an absolute name."""
+    """Return whether a name is an address of another machine. One on this disk is an absolute name."""
     return is_url(name) and not name.strip().lower().startswith(("file:", "local:"))
 
 

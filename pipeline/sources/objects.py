@@ -21,7 +21,7 @@ STORES = ("s3", "s3a", "gs", "gcs", "hf", "az", "abfs", "abfss")
 
 
 def is_object(name: str) -> bool:
-    """Whether a name is the URL of an object of a store."""
+    """Return whether a name is the URL of an object of a store."""
     return name.partition("://")[0].strip().lower() in STORES and is_url(name)
 
 
@@ -71,7 +71,7 @@ class WithObjects(Filesystem):
         return name if is_object(name) else self.files.full_name(name)
 
     def key(self, name: str, folder: str) -> str:
-        """As of the other filesystem; the URL of an object that is not below its root."""
+        """Return the key of the other filesystem; of an object that is not below its root, the URL."""
         url = name if is_url(name) else posixpath.join(folder, name)
         if not is_object(url) or any(url.startswith(f"{root.rstrip('/')}/") for root in self.roots):
             return self.files.key(name, folder)

@@ -305,7 +305,7 @@ class ParquetSource(FilesSource):
 
     @cached_property
     def _names_objects(self) -> bool:
-        """Whether the first file names objects of stores, as far as can be told."""
+        """Return whether the first file names objects of stores, as far as can be told."""
         try:
             return bool(self.files) and self._layout(self.files[0]).names_objects
         except AwayError:  # the listing would wait again

@@ -14,7 +14,7 @@ from pipeline.errors import CacheError, UserError
 from pipeline.options import flat, value_at
 from pipeline.training.checkpoint import Document, beginning
 
-_WEIGHTS = tuple(f"model.weights.{name}" for name in ("id", "subfolder", "revision", "variant"))
+_WEIGHTS = tuple(f"model.weights.{name}" for name in ("id", "revision", "variant"))
 _PREFIX = "caption_prefix"
 
 

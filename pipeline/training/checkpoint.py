@@ -106,7 +106,7 @@ class Resumed(NamedTuple):
 
     @property
     def phase(self) -> int:
-        """How many runs come before this one, each begun from the one before: it keys order, noise and captions."""
+        """The number of runs before this one, each begun from the one before; it keys order, noise and captions."""
         return self.document.state.phase + self.begins
 
     @property

@@ -82,7 +82,7 @@ def check_layout(train: TrainConfig, spec: Callable[[], ModelSpec], batches: Map
         shape, shares = spec(), {bucket: batch // layout.data_world for bucket, batch in batches.items()}
         shape.check_parallel(layout.tp, layout.pp)
         tensor_parallel.check(shape.tensor_parallel_parts, layout.tp, shape.dropout)
-        pipeline_parallel.check(shape.num_layers, shares, train.microbatch, train.parallel)
+        pipeline_parallel.check(shape.num_layers, shares, train.microbatch, layout.pp)
     in_backward.check(train, max(batches.values()), layout.data_world)
 
 

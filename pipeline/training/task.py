@@ -89,11 +89,6 @@ class TrainingTask:
     expect: Callable[[Context], Compare | None] = lambda context: None
     accepted: Callable[[], None] = lambda: None
 
-    @property
-    def batch(self) -> int:
-        """The global batch that `scale_lr` refers to: the largest."""
-        return max(self.batches.values())
-
 
 @dataclass(frozen=True)
 class Report:

@@ -4,7 +4,8 @@
 which takes effect after the step in flight (on a GPU after one more). What all processes must decide alike (what to
 resume, when to stop) derives from one value that all of them have.
 A run directory holds `config.yaml` (every option of the last start), `metrics.jsonl`, `checkpoints/step-*`, and, where
-used, `prediction.json`, `pictures/`, `profile/`, `from.json` (`--from`), and `lock.json` while a training uses it.
+used, `prediction.json`, `pictures/`, `profile/`, `from.json` (`--from`), and `lock.json` while a training uses it; the
+stage adds `summary.json` at the end.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def fit(
             log(f"{done} steps are done, train.steps is {train.steps}; after the last follow: {', '.join(lacking)}")
         broadcast_from_rank_0(task.accepted)
         run = build(context, mesh, trainable, resumed)
-        for line in optimizers.advice(train.optim, task.batch, train.steps):
+        for line in optimizers.advice(train.optim, train.steps):
             log(f"note: {line}")
         journal = run_on_all(lambda: _open_run_directory(run, expected, progress) if launch.is_main else None)
         with closing(journal) if journal is not None else nullcontext():
@@ -229,7 +230,7 @@ class Loop:
 
     def _learning_rate(self, step: int) -> float:
         train = self.train
-        return optimizers.learning_rate(train.optim, self.context.task.batch, step - 1, train.steps, train.recipe)
+        return optimizers.learning_rate(train.optim, step - 1, train.steps, train.recipe)
 
     def _seed(self, step: int) -> None:
         seed = generator_seed(self.context.task.first_state, step, self.part)

@@ -23,6 +23,9 @@ from pipeline.cache.layout import Paths
 from pipeline.errors import CacheError
 from pipeline.processes import beating
 
+STALE_S = 60.0
+"""Seconds without a sign of life after which idle processes take over a worker's unit."""
+
 BEATS = 6
 """Beats in `stale_s`; a slow file system may lose five of them."""
 
@@ -35,15 +38,16 @@ class Claims:
     """The claims of one process. `work` is always the arguments of `Paths.claim`.
 
     Args:
-        stale_s: a claim that did not change for so long is free.
+        stale_s: a claim that did not change for so long is free; None: `STALE_S`.
         clock: a monotonic clock, in seconds.
 
     Attributes:
         progress: how far this process is, as JSON values; every beat has it, for `sana-pipe status`.
     """
 
-    def __init__(self, files: Files, stale_s: float, clock: Callable[[], float] = time.monotonic):
-        self.files, self.stale_s, self._clock = files, stale_s, clock
+    def __init__(self, files: Files, stale_s: float | None = None, clock: Callable[[], float] = time.monotonic):
+        self.files, self._clock = files, clock
+        self.stale_s = STALE_S if stale_s is None else stale_s
         self.token = uuid.uuid4().hex
         self.place = process_identity.place()
         self.progress: Callable[[], dict[str, object]] = dict

@@ -249,7 +249,7 @@ class Cluster:
             for ref in running:
                 self._ray.cancel(ref, force=False)
             if running:
-                self._ray.wait(running, num_returns=len(running), timeout=self._config.grace_s)
+                self._ray.wait(running, num_returns=len(running), timeout=self._stop.grace_s)
 
 
 def check_reachable() -> None:

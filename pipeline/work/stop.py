@@ -1,7 +1,7 @@
 """Stop signals: SIGTERM and SIGUSR1, which schedulers send before they take a machine away, and SIGHUP, the end of a
 terminal or connection, end encoding cleanly.
 
-Inside `signals()` the first signal gives the current unit `grace_s` more seconds: `check` raises `Stopped` between
+Inside `signals()` the first signal gives the current unit `GRACE_S` more seconds: `check` raises `Stopped` between
 units, `check_batch` between batches after the grace. A second signal ends the grace. Outside `polite()` (planning) the
 signal raises immediately, as Ctrl-C does.
 """
@@ -16,6 +16,9 @@ from contextlib import contextmanager
 from pipeline import retrying
 from pipeline.processes import catching, in_main_thread, is_ignored
 
+GRACE_S = 20.0
+"""Seconds that the current unit may take after a signal; then it is dropped at its next batch."""
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -27,14 +30,14 @@ class Stop:
     """Set by a signal; asked by the loops.
 
     Args:
-        grace_s: how long the current unit may go on.
+        grace_s: how long the current unit may go on; None: `GRACE_S`.
 
     Attributes:
         name: of the signal; None before it came.
     """
 
-    def __init__(self, grace_s: float):
-        self.grace_s = grace_s
+    def __init__(self, grace_s: float | None = None):
+        self.grace_s = GRACE_S if grace_s is None else grace_s
         self.name: str | None = None
         self._deadline = float("inf")
         self._polite = False

@@ -11,7 +11,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,20 @@ def set_constants(monkeypatch: pytest.MonkeyPatch, values: Mapping[str, Any]) ->
         monkeypatch.setattr(importlib.import_module(module), constant, value)
     monkeypatch.setenv(VARIABLE, json.dumps({**json.loads(os.environ.get(VARIABLE, "{}")), **values}))
     monkeypatch.setenv("PYTHONPATH", with_site(os.environ.get("PYTHONPATH", "")))
+
+
+@contextmanager
+def constants(values: Mapping[str, Any]) -> Iterator[None]:
+    """`set_constants` inside a block, for fixtures of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        set_constants(patch, values)
+        yield
+
+
+def unit_sizes(images: int, captions: int, **others: Any) -> dict[str, Any]:
+    """The constants of `encode` for units of so many records. others: of `pipeline.encoding.plan`."""
+    sizes = {"UNIT_IMAGES": images, "UNIT_CAPTIONS": captions, **others}
+    return {f"pipeline.encoding.plan.{name}": value for name, value in sizes.items()}
 
 
 def with_site(path: str) -> str:

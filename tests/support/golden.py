@@ -19,6 +19,7 @@ from pipeline.cache.cache import Cache
 from pipeline.config import Config
 from pipeline.launch import Launch
 from pipeline.loader.loader import Loader
+from pipeline.snapshots import making
 from pipeline.training import metrics
 from pipeline.training.trainer import fit
 from tests.support import synthetic
@@ -27,6 +28,8 @@ from tests.support.trees import unpack
 from tests.support.workers import tiny_run
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden.tar.xz"
+PAD = 8
+"""`PAD_TEXT_MULTIPLE` of the recorded snapshots."""
 SETTINGS = {
     "plain": [],
     "chosen": ["bucket.filter=score >= 2", "bucket.batch=3", "bucket.remainder=drop", "bucket.heldout=0.2"],
@@ -76,7 +79,8 @@ def batch_digests(cache: Path, snapshot: str) -> list[str]:
 
 
 def record() -> None:
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(making, "PAD_TEXT_MULTIPLE", PAD)
         folder = Path(temporary)
         unpack(GOLDEN, folder)
         figures = json.loads((folder / "figures.json").read_text())

@@ -23,8 +23,8 @@ CAPTIONS = (
 def build(folder: Path, seed: int = 0) -> Path:
     """Make `vae/` (f8, 16 channels), `text_encoder/` (128 wide), `tokenizer/` and `scheduler/` in `folder`.
 
-    The weights are random: enough for every test that is not about pictures. `id: FOLDER` in a configuration with the
-    default subfolders names them all.
+    The weights are random: enough for every test that is not about pictures. `id: FOLDER` in a configuration names
+    them all.
     """
     small_models.make_vae(folder / "vae", [], steps=0, seed=seed)
     instruction = INSTRUCTIONS["diffusers"]

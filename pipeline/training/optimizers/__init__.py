@@ -25,17 +25,14 @@ from pipeline.training.optimizers.came import CAME
 _STATE = {"adamw": "AdamW", "adamw8bit": "AdamW", "came": "CAME"}
 """Kind of optimizer state in a checkpoint, by `train.optim.name`."""
 
+WSD_PART = 10
+"""The rate of `schedule: wsd` falls over the last tenth of the steps."""
 NEW_CONCEPTS = 5e-5
 """Rate below which users who fine-tune Sana report that new concepts come slowly."""
 
 
-def peak_learning_rate(config: OptimConfig, batch: int) -> float:
-    """The rate after the warm-up: `lr`, times sqrt(global batch / 256) for `scale_lr: sqrt` (NVlabs' rule)."""
-    return config.lr * (math.sqrt(batch / 256) if config.scale_lr == "sqrt" else 1.0)
-
-
-def learning_rate(config: OptimConfig, batch: int, step: int, steps: int, recipe: str = "default") -> float:
-    """The rate of a step: peak * min(1, (step + 1) / warmup_steps) * the share that the schedule leaves of the peak.
+def learning_rate(config: OptimConfig, step: int, steps: int, recipe: str = "default") -> float:
+    """The rate of a step: lr * min(1, (step + 1) / warmup_steps) * the share that the schedule leaves of it.
 
     Steps count from 0 here; the loop counts from 1 and passes `step - 1`. So the first step has 1/warmup_steps of the
     peak, not 0, and step `warmup_steps - 1` the peak. NVlabs' recipe is one step behind: its first step has rate 0.
@@ -43,47 +40,40 @@ def learning_rate(config: OptimConfig, batch: int, step: int, steps: int, recipe
     Args:
         steps: of the run. A rate that falls would reach its end at this step, which is the first after the run.
     """
-    peak, done = peak_learning_rate(config, batch), step if recipe == "nvlabs" else step + 1
+    done = step if recipe == "nvlabs" else step + 1
     warm = min(1.0, done / config.warmup_steps) if config.warmup_steps else 1.0
-    return peak * warm * _share_of_peak(config, step, steps)
+    return config.lr * warm * _share_of_peak(config, step, steps)
 
 
 def _share_of_peak(config: OptimConfig, step: int, steps: int) -> float:
-    """Linear, half a cosine, or 1 - sqrt (Haegele et al., arXiv 2405.18392) down to `final_lr`."""
+    """Linear, half a cosine, or 1 - sqrt (Haegele et al., arXiv 2405.18392) down to 0."""
     decay_from = config.warmup_steps
     if config.schedule == "wsd":
-        decay_from = max(decay_from, steps - (config.decay_steps or max(1, steps // 10)))
+        decay_from = max(decay_from, steps - max(1, steps // WSD_PART))
     if config.schedule == "constant" or step <= decay_from:
         return 1.0
     progress = min(1.0, (step - decay_from) / max(1, steps - decay_from))
-    left = {
+    return {
         "linear": 1 - progress,
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
         "wsd": 1 - math.sqrt(progress),
     }[config.schedule]
-    return config.final_lr + (1 - config.final_lr) * left
 
 
-def advice(config: OptimConfig, batch: int, steps: int) -> list[str]:
+def advice(config: OptimConfig, steps: int) -> list[str]:
     """Notes before a run of so many steps on rates that will not have the expected effect."""
-    peak, notes = peak_learning_rate(config, batch), []
+    notes = []
     if 2 * config.warmup_steps > steps:
-        reached = learning_rate(config, batch, steps - 1, steps)
+        reached = learning_rate(config, steps - 1, steps)
         notes.append(
             f"train.optim.warmup_steps = {config.warmup_steps} is more than half of train.steps = {steps}: the last "
-            f"step has a rate of {reached:.2g}, the rate after the warm-up is {peak:.2g}; "
+            f"step has a rate of {reached:.2g}, the rate after the warm-up is {config.lr:.2g}; "
             f"--set train.optim.warmup_steps={steps // 10} warms up for a tenth of the run"
         )
-    if (config.decay_steps or 0) > (after := max(0, steps - config.warmup_steps)):
+    if config.lr < NEW_CONCEPTS:
         notes.append(
-            f"train.optim.decay_steps = {config.decay_steps} begins before the warm-up ends: the rate falls over the "
-            f"last {after} of train.steps = {steps}"
-        )
-    if peak < NEW_CONCEPTS:
-        notes.append(
-            f"the rate after the warm-up is {peak:.2g}: below {NEW_CONCEPTS:g} new concepts come slowly; for them "
-            f"--set train.optim.scale_lr=none --set train.optim.lr={2 * NEW_CONCEPTS:g}, and about 10,000 steps before "
-            "a first concept shows"
+            f"the rate after the warm-up is {config.lr:.2g}: below {NEW_CONCEPTS:g} new concepts come slowly; for them "
+            f"--set train.optim.lr={2 * NEW_CONCEPTS:g}, and about 10,000 steps before a first concept shows"
         )
     return notes
 

@@ -146,7 +146,6 @@ def scanned(name: str, *beside: tuple[str, bytes], **options: Any) -> Callable[[
             workers=1,
             rehash=False,
             progress=lambda done, total: None,
-            max_bytes=PIXELS * 40,
         )
         result.validate(full=True)
         for row in result.to_pylist():
@@ -159,7 +158,7 @@ def scanned(name: str, *beside: tuple[str, bytes], **options: Any) -> Callable[[
 
 
 def pixels(data: bytes) -> None:
-    limits: dict[str, Any] = {"max_pixels": PIXELS, "max_bytes": PIXELS * 40}
+    limits: dict[str, Any] = {"max_pixels": PIXELS}
     for decoder in decoding.DECODERS.values() if vips_decoder.why_not() is None else ["pillow-srgb-1"]:
         try:
             size = decoding.probe(data, **limits)

@@ -21,8 +21,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "FSDP2": {"parallel": strategies.FSDP2, "microbatch": 4},
         "TP, accumulated": {"parallel": strategies.TP, "microbatch": 3},
-        "PP, gpipe": {"parallel": pipelines.pp("gpipe"), "microbatch": 2},
-        "PP, interleaved": {"parallel": pipelines.pp("interleaved_1f1b"), "microbatch": 2},
+        "PP": {"parallel": pipelines.pp(), "microbatch": 2},
     }
 }
 

@@ -41,25 +41,24 @@ LATE = 1.5
 """Logit of the timesteps: between 750 and 990, where bf16 counts in steps of 4."""
 
 
-def pp(schedule: str = "1f1b", size: int = 2, **sizes: Any) -> dict[str, Any]:
-    return {"pp_size": size, "pp_schedule": schedule, "dp_shard": 1, **sizes}
+def pp(size: int = 2, **sizes: Any) -> dict[str, Any]:
+    return {"pp_size": size, "dp_shard": 1, **sizes}
 
 
 RECOMPUTED, SHORT = {"activation_checkpointing": "full"}, {"steps": 6}
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
-        "1f1b": {"parallel": pp()},
-        "1f1b, recomputed": {"parallel": pp(), **RECOMPUTED, **SHORT},
-        "1f1b, norm": {"parallel": pp(), "arch": "norm", **SHORT},
-        "1f1b, bf16": {"parallel": pp(), "precision": "bf16"},
-        "gpipe, microbatch 4": {"parallel": pp("gpipe"), "microbatch": 4},
-        "interleaved_1f1b, every-2": {"parallel": pp("interleaved_1f1b"), "activation_checkpointing": "every-2"},
+        "two": {"parallel": pp()},
+        "recomputed": {"parallel": pp(), **RECOMPUTED, **SHORT},
+        "norm": {"parallel": pp(), "arch": "norm", **SHORT},
+        "bf16": {"parallel": pp(), "precision": "bf16"},
+        "every-2": {"parallel": pp(), "activation_checkpointing": "every-2", **SHORT},
     },
     4: {
-        "1f1b": {"parallel": pp(size=4)},
+        "four": {"parallel": pp(4)},
         "x FSDP2": {"parallel": pp(dp_shard=2)},
-        "x FSDP2, interleaved_1f1b, recomputed": {
-            "parallel": pp("interleaved_1f1b", dp_shard=2),
+        "x FSDP2, recomputed": {
+            "parallel": pp(dp_shard=2),
             **RECOMPUTED,
             "microbatch": 1,
             **SHORT,
@@ -143,21 +142,18 @@ def wrapping(parallel_model: ParallelModel) -> dict[str, Any]:
     """What is really there, on this process."""
     assert isinstance(parallel_model, PipelineParallelModel)
     parameters = dict(parallel_model.module.named_parameters())
-    blocks = [block for stage in parallel_model.pipeline.stages for block in stage.blocks]  # type: ignore[union-attr]
+    stage = parallel_model.pipeline.stage
     dims = {p.device_mesh.mesh_dim_names if isinstance(p, DTensor) else () for p in parameters.values()}
     return {
         "names": sorted(parameters),
-        "stages": parallel_model.pipeline.numbers,
-        "blocks": [sorted(stage.transformer_blocks) for stage in parallel_model.pipeline.stages],  # type: ignore[arg-type]
-        "sharded": sum(isinstance(module, FSDPModule) for module in (*parallel_model.pipeline.stages, *blocks)),
+        "blocks": sorted(stage.transformer_blocks),
+        "sharded": sum(isinstance(module, FSDPModule) for module in (stage, *stage.blocks)),
         "recomputed": [
             name
-            for stage in parallel_model.pipeline.stages
-            for name, block in stage.transformer_blocks.items()  # type: ignore[union-attr,operator]
+            for name, block in stage.transformer_blocks.items()
             if isinstance(block, ManagedActivations) and block.activation_policy.checkpointing == "full"
         ],
         "dims": sorted("/".join(names or ()) for names in dims),
-        "schedule": sorted({type(schedule).__name__ for schedule in parallel_model.pipeline.schedules.values()}),
     }
 
 
@@ -176,7 +172,7 @@ def run(
 def resumed(launch: Launch, folder: Path) -> None:
     """The halves of runs that change their number of processes and stages; see `chains`."""
     fsdp2 = launch.world == 4
-    case = {"parallel": pp("interleaved_1f1b", dp_shard=2) if fsdp2 else pp("interleaved_1f1b")}
+    case = {"parallel": pp(dp_shard=2) if fsdp2 else pp()}
     name = "pp x fsdp2" if fsdp2 else "pp"
     run(folder, f"{name} first", at(launch, 1), 3, case)
     run(folder, f"one, then {name}", at(launch, 2), 6, case, resume=folder / "one first/checkpoints/step-00000003")

@@ -276,7 +276,7 @@ def train_losses(
     result = []
     for number in range(steps):
         optimizers.set_learning_rate(
-            optimizer, optimizers.learning_rate(train.optim, GLOBAL_BATCH, number, train.steps, train.recipe)
+            optimizer, optimizers.learning_rate(train.optim, number, train.steps, train.recipe)
         )
         outcome = step(microbatches(global_batch(number), train.microbatch, rank, world), number + 1)
         result.append(float(outcome.loss))

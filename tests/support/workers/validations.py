@@ -26,13 +26,13 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "DDP": {"parallel": strategies.DDP},
         "FSDP2, no reshard": {"parallel": {**strategies.FSDP2, "reshard_after_forward": False}, "without": True},
         "TP": {"parallel": strategies.TP},
-        "interleaved_1f1b": {"parallel": pp("interleaved_1f1b"), "without": True},
+        "PP": {"parallel": pp(), "without": True},
     },
     4: {
         "HSDP": {"parallel": strategies.HSDP},
         "FSDP2 x TP, resumed": {"parallel": {"tp_size": 2}, "resumed": True},
-        "interleaved_1f1b x FSDP2": {"parallel": pp("interleaved_1f1b", dp_shard=2), "without": True},
-        "1f1b x TP": {"parallel": pp(tp_size=2)},
+        "PP x FSDP2": {"parallel": pp(dp_shard=2), "without": True},
+        "PP x TP": {"parallel": pp(tp_size=2)},
     },
 }
 """Launch size -> name -> settings of the train section; `resumed`: from the single process's checkpoint of step 1;
