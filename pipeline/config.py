@@ -57,6 +57,10 @@ Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Channel = Annotated[int, Field(ge=0, le=255)]
+Sides = Annotated[
+    tuple[Positive, Positive], BeforeValidator(lambda value: tuple(value) if type(value) is list else value)
+]
+"""[height, width]; YAML has lists alone."""
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio"]
 Storage = Literal["bf16", "bf16-zstd", "int8"]
 
@@ -718,10 +722,8 @@ class PicturesConfig(_Section):
     of these samples, in the bucket that has most of them."""
     every: Positive = 500
     """Steps between pictures; also before the first step and after the last one."""
-    height: Positive | None = None
-    """Height in pixels; null: `data.resolution`. With `controlnet` that of a bucket; null: any."""
-    width: Positive | None = None
-    """Width in pixels; null: `data.resolution`. With `controlnet` that of a bucket; null: any."""
+    size: Sides | None = None
+    """[height, width] in pixels; null: a square of `data.resolution`. With `controlnet` those of a bucket, null any."""
     decode: bool = True
     """When the run has ended, decode the pictures and write RUN/report.html, in a process of its own. false: later, by
     `sample --watch` and `report`, where a node of a cluster would wait for it."""

@@ -126,7 +126,7 @@ def _decoding(config: Config, options: Sequence[str]) -> Iterator[None]:
 
 def _decoder_bytes(pictures: PicturesConfig, resolution: int) -> int:
     """About what decoding a picture on the CPU takes: libraries and weights, and activations by pixel."""
-    height, width = (side or resolution for side in (pictures.height, pictures.width))
+    height, width = pictures.size or (resolution, resolution)
     return _DECODER + _BYTES_PER_PIXEL * height * width
 
 

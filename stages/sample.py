@@ -292,7 +292,7 @@ def run_prompts(
         (latent.compression, latent.channels) if latent else vae_shape(resolve(config.vae, ("config.json",)))
     )
     size = height or config.data.resolution, width or config.data.resolution
-    stored.architecture.check_sides(*size, compression, "--{name} {value}")
+    stored.architecture.check_sides(*size, compression, "--height {height} --width {width}")
     for prompt in prompts:
         caption_rules.check_prompt(prompt, "--prompt")
     with _working(out) as work:

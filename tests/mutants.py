@@ -46,7 +46,7 @@ ROOMS = {
     "sources": (
         ["pipeline/sources/*"],
         "caption_rules captions documents edges encode encode_sources estimate fuzz prompts reasons remote scan "
-        "source sources tag_sets urls",
+        "source sources tag_sets urls web_tables",
     ),
     "images": (
         ["pipeline/images/*"],

@@ -208,8 +208,8 @@ def test_pictures_without_controls_are_refused(
     with pytest.raises(ConfigError, match="these have no control pictures"):
         configured(make_config, drawing, "train.pictures.prompts=mine")
     for options, found in (
-        (["train.pictures.height=65"], "65xany"),
-        (["train.pictures.height=64", "train.pictures.width=128"], "64x128"),
+        (["train.pictures.size=[65, 64]"], "65x64"),
+        (["train.pictures.size=[64, 128]"], "64x128"),
     ):
         with pytest.raises(ConfigError, match="that of a bucket") as error:
             stages.train.run(configured(make_config, drawing, *DRAWING, *options), resume="auto")

@@ -33,7 +33,7 @@ from pipeline.work.claims import Claims
 from pipeline.work.disk_space import DiskSpace
 from pipeline.work.progress import Meter, Progress
 from pipeline.work.stop import SIGNALS, Stop, Stopped
-from tests.support.constants import constants, set_constants, unit_sizes
+from tests.support.constants import constants, set_constants, unit_sizes, with_site
 from tests.support.empty_units import Maker, claimed, planned
 from tests.support.forked import Forked
 from tests.support.messages import naming
@@ -589,7 +589,7 @@ def test_torchrun_gives_the_shares(
             "--data",
             str(photos),
         ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": with_site(str(ROOT))},
         cwd=ROOT,
         text=True,
         capture_output=True,

@@ -321,7 +321,7 @@ def test_sizes_are_refused_before_anything_is_built(tmp_path: Path) -> None:
     def of(height: int, width: int) -> TrainingTask:
         return replace(task, pictures=tiny_run.prompts(config, (height, width)))
 
-    with pytest.raises(ConfigError, match=r"(?s)width 100.*train.pictures.width=96"):
+    with pytest.raises(ConfigError, match=r"(?s)64x100.*train.pictures.size=\[64, 96\]"):
         run(config, task=of(64, 100))
     with pytest.raises(ConfigError, match="12288 pixels"):
         run(config, task=of(104, 128))
@@ -394,7 +394,7 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
         stages.train.run(small("train.pictures.prompts=other"))
     recipe, keys, published = publish(cache)
     with pytest.raises(ConfigError, match="multiples of"):
-        stages.train.run(small("train.pictures.height=65"))
+        stages.train.run(small("train.pictures.size=[65, 64]"))
     assert not output.exists()
 
     printed: list[str] = []

@@ -24,6 +24,7 @@ from pipeline.config import Config
 from pipeline.encoding import scan as scanning
 from pipeline.errors import UserError
 from pipeline.sources.source import Place
+from tests.support.http_server import serve
 from tests.support.messages import naming
 from tests.support.source_files import listed, make_tar, opened
 
@@ -172,6 +173,16 @@ def test_metadata_of_a_folder_may_have_urls_beside_names(tmp_path: Path) -> None
     with pytest.raises(UserError, match=naming(tmp_path / "metadata.jsonl")) as caught:
         list(opened(tmp_path).items())
     assert command(caught.value)[0]["--url_col"] == "file_name"
+
+
+def test_names_below_a_web_server_that_is_the_source_are_its_files(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture(0))
+    for server in serve(tmp_path, True):
+        for table in ("t.parquet", "t.jsonl"):
+            write(tmp_path / table, [f"{server.url}/a.png"])
+            source = opened(f"{server.url}/{table}")
+            [item] = listed(source)[0].values()
+            assert source.read(item.place) == picture(0)
 
 
 def test_tars_of_img2dataset_are_read(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -237,16 +237,15 @@ class ModelSpec(ABC):
 
     def check_sides(self, height: int, width: int, compression: int, option: str) -> None:
         """Refuse pictures of a height and width in pixels that the model cannot draw. compression: pixels per latent
-        side. option: how a side is set, with `{name}` and `{value}`."""
+        side. option: how the sides are set, with `{height}` and `{width}`."""
         multiple = compression * self.patch_size
-        for name, side in (("height", height), ("width", width)):
-            if side % multiple:
-                nearest = max(multiple, round(side / multiple) * multiple)
-                raise ConfigError(
-                    f"the model draws sides of multiples of {multiple} pixels",
-                    found=f"{name} {side}",
-                    fix=option.format(name=name, value=nearest),
-                )
+        if height % multiple or width % multiple:
+            nearest = [max(multiple, round(side / multiple) * multiple) for side in (height, width)]
+            raise ConfigError(
+                f"the model draws sides of multiples of {multiple} pixels",
+                found=f"{height}x{width}",
+                fix=option.format(height=nearest[0], width=nearest[1]),
+            )
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:

@@ -102,6 +102,10 @@ class Filesystem(ABC):
         """Name the file for messages."""
         return f"{self.location.rstrip('/')}/{name}"
 
+    def is_below(self, url: str) -> bool:
+        """Return whether a URL or absolute name is below the root."""
+        return any(url.startswith(f"{root.rstrip('/')}/") for root in self.roots)
+
     def key(self, name: str, folder: str) -> str:
         """The name within the root of a file that a table names: relative to `folder`, or absolute and below the root.
         It may have the backslashes of Windows.

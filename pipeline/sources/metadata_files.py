@@ -142,7 +142,7 @@ class MetadataReader:
         if not isinstance(name, str) or not name:
             self.reject(where, f"names no file ({picture} is {short_repr(name)})")
             return None
-        if not self._any_name and is_web(name):
+        if not self._any_name and is_web(name) and not self.filesystem.is_below(name):
             form = self._reader.form if isinstance(value, str) else None
             file = self._reader.file
             raise refused(self.filesystem, self._files or [file], file, picture, name, [*self.columns], self.rule, form)

@@ -73,7 +73,7 @@ class WithObjects(Filesystem):
     def key(self, name: str, folder: str) -> str:
         """Return the key of the other filesystem; of an object that is not below its root, the URL."""
         url = name if is_url(name) else posixpath.join(folder, name)
-        if not is_object(url) or any(url.startswith(f"{root.rstrip('/')}/") for root in self.roots):
+        if not is_object(url) or self.is_below(url):
             return self.files.key(name, folder)
         bucket, inner = split(url)
         if strip_credentials(url) != url:

@@ -374,7 +374,7 @@ class ParquetSource(FilesSource):
                 with suppress(pa.ArrowException, OSError):  # is reported where the rows are read
                     if not _holds_bytes(kind) or _nulls(table, column):
                         first = _first_name(table, column)
-                if is_web(first):
+                if is_web(first) and not self.filesystem.is_below(first):
                     form = "parquet" if _entry(kind) is kind and _text(kind) else None
                     columns = _columns_of(table.schema_arrow)
                     raise refused(self.filesystem, self.files or [part], part, column, first, columns, self.rule, form)

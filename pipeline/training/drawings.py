@@ -176,7 +176,7 @@ def drawn_at_once(config: Config, task: TrainingTask) -> int:
             f"train.pictures: {task.pictures.height}x{task.pictures.width} may need more memory than a step",
             expected=f"height x width of at most {_MOST * trained // samples} pixels: a microbatch has {trained}",
             found=f"{size} pixels",
-            fix="lower train.pictures.height and width, or draw by sana-pipe sample",
+            fix="lower train.pictures.size, or draw by sana-pipe sample",
         )
     return max(1, trained // (size * samples))
 
@@ -185,6 +185,6 @@ def check(config: Config, task: TrainingTask, architecture: ModelSpec) -> None:
     """Refuse pictures that the model cannot draw, or that need more memory than a step."""
     prompts = task.pictures
     assert prompts is not None
-    option = "--set train.pictures.{name}={value}"
+    option = "--set 'train.pictures.size=[{height}, {width}]'"
     architecture.check_sides(prompts.height, prompts.width, prompts.compression, option)
     drawn_at_once(config, task)

@@ -193,18 +193,14 @@ def _prompts(
 def _controlled(pictures: PicturesConfig, snapshot: Snapshot) -> PromptSet:
     """Captions that are drawn with the controls of their samples, all of one bucket."""
     _check_kinds([snapshot], [ControlRecipe.kind])
-    wanted, buckets = (pictures.height, pictures.width), snapshot.buckets
-    fitting = [
-        number
-        for number, bucket in enumerate(buckets)
-        if bucket.samples and wanted[0] in (None, bucket.height) and wanted[1] in (None, bucket.width)
-    ]
+    size, buckets = pictures.size, snapshot.buckets
+    fitting = [n for n, each in enumerate(buckets) if each.samples and size in (None, (each.height, each.width))]
     if not fitting:
         raise ConfigError(
             "train.pictures: a ControlNet's pictures have the shape of their controls, which is that of a bucket",
             expected=", ".join(f"{bucket.height}x{bucket.width}" for bucket in buckets),
-            found="x".join("any" if side is None else str(side) for side in wanted),
-            fix="--set train.pictures.height=null --set train.pictures.width=null",
+            found="x".join(map(str, size or ())),
+            fix="--set train.pictures.size=null",
         )
     number = max(fitting, key=lambda number: buckets[number].samples)
     first = snapshot.row(number, 0)
@@ -312,12 +308,13 @@ def _pictures(config: Config, inputs: Inputs) -> DrawnPrompts:
         rows, mask = sets[0].null()
         return bf16(rows), torch.from_numpy(mask)
 
+    height, width = settings.size or (config.data.resolution, config.data.resolution)
     drawn = DrawnPrompts(
         texts=tuple(text for prompts in sets for text in prompts.texts),
         rows=rows,
         null=null,
-        height=settings.height or config.data.resolution,
-        width=settings.width or config.data.resolution,
+        height=height,
+        width=width,
         compression=recipe.compression,
         names={
             "latent_recipe": recipe.id,
