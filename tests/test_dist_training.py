@@ -84,6 +84,12 @@ def test_a_timestep_in_bf16_would_be_noticed(results: dict[str, Any]) -> None:
     assert results["bf16"]["sabotaged gradient from fp32"] > results["bf16"]["gradient from fp32"]
 
 
+def test_gradients_of_replicas_are_reduced_in_place(results: dict[str, Any]) -> None:
+    """Bit for bit those that are copied. Edit: an `_InPlace` that halves its buffer."""
+    every = {"4": True, "1": True}
+    assert results["replicas"] == {"losses": every, "gradient": every}
+
+
 def test_a_bad_number_on_one_process_stops_all_in_the_same_words(results: dict[str, Any]) -> None:
     first, second = results["bad_number"]["said"]
     assert first == second

@@ -474,6 +474,72 @@ def test_one_process_casts_each_parameter_once_per_step() -> None:
     assert losses[None] == losses[True]
 
 
+class Copies(TorchDispatchMode):
+    """Counts the values that are copied to other memory of the same dtype without autograd, as reductions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is torch.ops.aten.copy_.default and args[0].dtype == args[1].dtype and args[0].dim() == 1:
+            self.values += args[0].numel() * (args[0].data_ptr() != args[1].data_ptr())
+        return operation(*args, **(kwargs or {}))
+
+
+REDUCED: dict[str, dict[str, Any]] = {
+    "several microbatches": {"microbatch": 2},
+    "one microbatch": {"microbatch": 8, "optim": {"name": "came", "betas": None, "eps": None}},
+    "cast again for the backward pass": {"microbatch": 4, "parallel": {"reshard_after_forward": True}},
+    "fp16": {"precision": "fp16"},
+    "recomputed": {"activation_checkpointing": "full"},
+    "LoRA": {"adapter": {"rank": 2}, "microbatch": 2},
+    "clipped": {"optim": {"clip": 1e-3}, "microbatch": 3},
+}
+
+
+@pytest.mark.parametrize("name", first_quick(*REDUCED))
+def test_one_process_reduces_gradients_in_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has the loss and the weights of a step whose gradients are copied, bit for bit. Edit: `apply_fsdp`
+    without `_InPlace`; `_InPlace.allocate` that returns the buffer of the step before."""
+    settings = tiny_run.config(layers=2, **{"precision": "bf16", **REDUCED[name]})
+    copies, losses, weights = {}, {}, {}
+    for in_place in (True, False):
+        if not in_place:
+            monkeypatch.setattr(data_parallel, "is_reduced_in_place", lambda train, shards: False)
+        with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:
+            parallel_model = parallelize(tiny_run.model(settings), device_mesh, settings.train)
+            with Copies() as counted:
+                losses[in_place] = tiny_run.train_losses(parallel_model, settings, 2)
+            trained = [local(p.detach()).clone() for p in parallel_model.module.parameters() if p.requires_grad]
+        copies[in_place], weights[in_place] = counted.values, trained
+    assert copies[False] - copies[True] == 2 * sum(values.numel() for values in weights[True])
+    assert losses[True] == losses[False]
+    assert all(map(torch.equal, weights[True], weights[False]))
+
+
+@pytest.mark.parametrize(
+    ("train", "shards", "expected"),
+    [
+        ({"precision": "bf16"}, 1, True),
+        ({"precision": "bf16"}, 2, False),
+        ({"precision": "bf16_pure"}, 1, False),
+        ({"precision": "bf16_pure", "parallel": {"reduce_dtype": "bf16"}}, 1, True),
+        ({"precision": "bf16", "parallel": {"reduce_dtype": "bf16"}}, 1, False),
+        ({"precision": "bf16", "parallel": {"offload": "all"}}, 1, False),
+        ({"precision": "bf16", "parallel": {"reduce_each_microbatch": True}}, 1, False),
+        ({"precision": "bf16", "parallel": {"reshard_after_forward": True}}, 1, True),
+        ({"precision": "bf16", "parallel": {"pp_size": 2}}, 1, False),
+        ({"precision": "bf16", "optim": {"in_backward": True, "clip": None}}, 1, False),
+    ],
+)
+def test_gradients_that_are_freed_before_the_update_are_copied(
+    train: dict[str, Any], shards: int, expected: bool
+) -> None:
+    settings = tiny_run.config(microbatch=8, **train).train
+    assert data_parallel.is_reduced_in_place(settings, shards) is expected
+
+
 def test_gradients_of_a_block_adjoin_and_their_norm_is_that_of_all() -> None:
     settings = tiny_run.config(precision="bf16")
     with mesh.open_mesh(Launch(), settings.train.parallel, CPU) as device_mesh:

@@ -57,6 +57,15 @@ def test_a_step_waits_once_and_copies_no_pageable_memory(words: Words, tmp_path:
             assert not step.pageable(), (name, step.title, step.pageable())
 
 
+@pytest.mark.parametrize("name", ["plain", "checkpointing", "microbatches"])
+def test_a_step_copies_no_gradient(name: str, words: Words, tmp_path: Path) -> None:
+    """A block's has 265 KiB, all others are smaller. Edit: `apply_fsdp` without `_InPlace`."""
+    command = words("train", "train.steps=7", "train.log_every=100", *VARIANTS[name])
+    (log,) = one_after_the_other({name: command}).values()
+    copied = [int(line.words[-1]) for step in quiet_steps(log) for line in step.of("copy") if "on_card" in line.words]
+    assert 0 < max(copied) < 128 << 10
+
+
 OPTIMIZERS = {
     "adamw": (),
     "adamw8bit": ("train.optim.name=adamw8bit",),

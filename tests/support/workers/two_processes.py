@@ -161,6 +161,20 @@ def bf16(launch: Launch) -> dict[str, Any]:
     return found
 
 
+def replicas(launch: Launch) -> dict[str, Any]:
+    """Two replicas in bf16, whose gradients stay in the buffer of their reduction or are copied."""
+    found: dict[str, Any] = {"losses": {}, "gradient": {}}
+    parallel = {"dp_replicate": 2, "dp_shard": 1}
+    for each in (4, 1):
+        settings = tiny_run.config(precision="bf16", microbatch=each, parallel=parallel)
+        in_place = losses(launch, settings), gradients(launch, settings)[2]
+        with mock.patch.object(data_parallel, "is_reduced_in_place", return_value=False):
+            copied = losses(launch, settings), gradients(launch, settings)[2]
+        found["losses"][str(each)] = in_place[0] == copied[0]
+        found["gradient"][str(each)] = all(torch.equal(in_place[1][key], copied[1][key]) for key in copied[1])
+    return found
+
+
 def bad_number(launch: Launch) -> dict[str, Any]:
     """A sample of the second process is spoilt: every process stops in the same words."""
     settings = tiny_run.config(FOLDER / "bad", steps=4, microbatch=2)
@@ -271,7 +285,7 @@ def main() -> None:
     launch = detect()
     with mesh.open_mesh(launch, tiny_run.config().train.parallel, CPU) as found:
         result: dict[str, Any] = {"launch": {"kind": launch.kind, "size": found.size(), "backend": dist.get_backend()}}
-    for check in (fp32, wrapped, bf16, bad_number, other_weights, other_options, resumed):
+    for check in (fp32, wrapped, bf16, replicas, bad_number, other_weights, other_options, resumed):
         result[check.__name__] = check(launch)
     if launch.rank == 0:
         (FOLDER / "found.json").write_text(json.dumps(result, indent=1))
