@@ -793,9 +793,6 @@ class TrainConfig(_Section):
     length_window: NotNegative = 0
     """Batches of a bucket, on average, that are sorted by caption length together (length grouping); 0: none. Part of
     the order, so a run cannot be resumed with another value."""
-    max_quarantine_rate: Share = 0.05
-    """With --quarantine: save and end if more than this share of the last 10,000 samples (at least 200) replaced
-    unreadable ones; a fifth of it gives a warning."""
     log_every: Positive = 10
     """Steps between rows of metrics."""
     save_every: Positive = 500

@@ -184,7 +184,7 @@ def local_path(path: str) -> Path:
 
 class RejectRateError(UserError):
     """More items were rejected than `encode.max_reject_rate` allows, or more records were unreadable than
-    `train.max_quarantine_rate` allows."""
+    `train --quarantine` replaces."""
 
     exit_code = 5
 
@@ -379,8 +379,8 @@ EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     3: ("the cache lacks something, holds something of another recipe, or cannot be reached", _CACHE),
     4: ("bytes of the cache are damaged", _CACHE),
     5: (
-        "more items were rejected than encode.max_reject_rate allows, or all of them (encode); more samples replaced "
-        "unreadable ones than train.max_quarantine_rate allows (train, which saved)",
+        "more items were rejected than encode.max_reject_rate allows, or all of them (encode); more than 5 % of the "
+        "samples replaced unreadable ones (train --quarantine, which saved)",
         ("encode", "train"),
     ),
     6: ("a disk is full, or a quota or the limit on the size of a file is reached", ()),

@@ -118,7 +118,7 @@ def rotten(cache: Path) -> None:
 
 
 def test_a_run_on_a_few_samples_ends(
-    small_cache_copy: Path, make_config: Any, tmp_path: Path, one_thread: None
+    small_cache_copy: Path, make_config: Any, tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rotten(small_cache_copy)
     config = make_config(
@@ -131,28 +131,27 @@ def test_a_run_on_a_few_samples_ends(
     printed: list[str] = []
     with pytest.raises(RejectRateError, match=r"\d+ of the last \d+ samples") as caught:
         stages.train.run(config, quarantine=tmp_path / "q.jsonl", log=printed.append)
-    assert caught.value.exit_code == 5 and "max_quarantine_rate" in str(caught.value)
+    assert caught.value.exit_code == 5 and "5.0%" in str(caught.value)
     rows = metrics.read(Path(config.train.output) / "metrics.jsonl")
     assert 1 <= len(rows) < 10
     assert rows[-1]["quarantine_rate"] == pytest.approx(rows[-1]["quarantined"] / (12 * len(rows)))
     assert checkpoint.newest(Path(config.train.output) / "checkpoints") is not None
-    _, *mend = shlex.split(str(caught.value.fix).partition(";")[0])
+    _, *mend = shlex.split(str(caught.value.fix))
     assert mend[:2] == ["verify", "--repair"]
     given = cli.cli.commands["verify"].make_context("verify", mend[1:]).params
     assert given["repair"] and load(given["config_path"]).cache == str(small_cache_copy)
-    assert [line for line in printed if line.startswith("warning:") and "max_quarantine_rate" in line]
-    config = config.model_copy(
-        update={"train": config.train.model_copy(update={"max_quarantine_rate": 1.0, "output": str(tmp_path / "b")})}
-    )
+    assert [line for line in printed if line.startswith("warning:") and "5.0%" in line]
+    monkeypatch.setattr(feeding, "MOST", 1.0)
+    config = config.with_train(output=str(tmp_path / "b"))
     assert stages.train.run(config, quarantine=tmp_path / "q.jsonl", log=printed.append).step == 10
 
 
 def counted(bad: list[int], batch: int, rate: float, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int | None]:
     """(step of the warning, step that ends the run or None) for the stand-ins of each step."""
-    settings = tiny_run.config(max_quarantine_rate=rate)
     printed: list[str] = []
+    monkeypatch.setattr(feeding, "MOST", rate)
     monkeypatch.setattr(feeding.dist, "get_world_size", lambda: 1)
-    feed = feeding.Feed(iter(()), lambda: 0, settings, printed.append)
+    feed = feeding.Feed(iter(()), lambda: 0, tiny_run.config(), printed.append)
     total, warned = 0, 0
     for step, new in enumerate(bad, start=1):
         total += new
@@ -177,7 +176,8 @@ def test_the_ceiling_looks_at_the_last_samples(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_share_is_that_of_the_window_and_the_limit_itself_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeding.dist, "get_world_size", lambda: 1)
-    feed = feeding.Feed(iter(()), lambda: 0, tiny_run.config(max_quarantine_rate=0.1), print)
+    monkeypatch.setattr(feeding, "MOST", 0.1)
+    feed = feeding.Feed(iter(()), lambda: 0, tiny_run.config(), print)
     assert feed.within_limit(feeding.WINDOW // 2, feeding.WINDOW // 20) and feed.share == 0.1
     feed.raise_failure()
     assert all(feed.within_limit(feeding.WINDOW // 2, feeding.WINDOW // 20) for _ in range(2)) and feed.share == 0

@@ -117,8 +117,8 @@ class _InPlace:
 
 
 def is_reduced_in_place(train: TrainConfig, shards: int) -> bool:
-    """Whether gradients lie in the buffer of their reduction until the update, which is in the stream of the
-    computation as the next writing into that memory is.
+    """Return whether gradients lie in the buffer of their reduction until the update, which is in the stream of the
+    computation, as the next writing into that memory is.
 
     Not where FSDP2 frees the buffer earlier, while a stream apart may still read it: copies to the host, updates in the
     backward pass, casts, sums of several reductions. Pipelines are left as they are.

@@ -29,8 +29,10 @@ WINDOW = 10_000
 """Samples over which the share of substitutes is taken."""
 MIN_SAMPLES = 200
 """The share is taken of at least this many samples, so that one bad sample at the start does not end the run."""
+MOST = 0.05
+"""The run ends if more than this share of the samples are substitutes."""
 WARN_AT = 0.2
-"""A warning is printed at this part of `train.max_quarantine_rate`."""
+"""A warning is printed at this part of `MOST`."""
 
 Mark = TypeVar("Mark")
 
@@ -62,7 +64,6 @@ class Feed(Generic[Mark]):
         group: dist.ProcessGroup | None = None,
     ):
         self._steps, self._replaced, self._log = steps, replaced, log
-        self._limit = config.train.max_quarantine_rate
         self._config_path = shlex.quote(str(Path(config.train.output) / "config.yaml"))
         self.broken, self.share = False, 0.0
         self._error: Exception | None = None
@@ -113,17 +114,17 @@ class Feed(Generic[Mark]):
             self._counts.popleft()
         in_window, bad = (last - first for last, first in zip(self._counts[-1], self._counts[0], strict=True))
         self.share = bad / max(in_window, 1)
-        allowed = self._limit * max(in_window, MIN_SAMPLES)
+        allowed = MOST * max(in_window, MIN_SAMPLES)
         what = f"{bad} of the last {in_window} samples are substitutes for samples with unreadable records"
         repair = f"sana-pipe verify --repair --config {self._config_path}"
         if bad > WARN_AT * allowed and not self._warned:
             self._warned = True
-            self._log(f"warning: {what}; the run ends at {self._limit:.1%} (train.max_quarantine_rate). Fix: {repair}")
+            self._log(f"warning: {what}; the run ends at {MOST:.1%}. Fix: {repair}")
         if bad > allowed:
             self._error = RejectRateError(
                 what,
-                expected=f"at most {self._limit:.1%} (train.max_quarantine_rate)",
+                expected=f"at most {MOST:.1%}",
                 found=f"{self.share:.1%}",
-                fix=f"{repair}; or --set train.max_quarantine_rate=1",
+                fix=repair,
             )
         return bad <= allowed
