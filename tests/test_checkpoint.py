@@ -83,6 +83,29 @@ def test_a_save_in_the_background_holds_the_weights_of_its_step(
     assert names(tmp_path / "aside") == ["step-00000003", "step-00000006", "step-00000007"], "the last is waited for"
 
 
+def test_training_waits_for_a_save_where_main_memory_does_not_hold_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, writers, said = dcp.save, [], list[str]()
+
+    def noted(*args: Any, **options: Any) -> Any:
+        writers.append(threading.current_thread())
+        return save(*args, **options)
+
+    monkeypatch.setattr(dcp, "save", noted)
+    train(tiny_run.config(tmp_path / "plenty", steps=2, save_every=1))
+    assert threading.main_thread() not in writers
+    writers.clear()
+    monkeypatch.setattr(checkpoint, "free_memory", lambda: 1000)
+    monkeypatch.setattr(HostCopy, "of", lambda *args: pytest.fail("a copy was taken"))
+    short = tiny_run.config(tmp_path / "short", steps=2, save_every=1)
+    fit(short, tiny_run.task(short), Launch(), log=said.append)
+    assert {*writers} == {threading.main_thread()} and len(writers) == 2
+    assert len([line for line in said if "main memory is short" in line]) == 1
+    both = (tmp_path / name / "checkpoints/step-00000002" for name in ("plenty", "short"))
+    assert files(next(both)) == files(next(both))
+
+
 def test_at_most_one_save_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No second copy of the tensors is taken while one is being written."""
     save, host_copy, running, seen = dcp.save, HostCopy.of, threading.Event(), []

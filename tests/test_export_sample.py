@@ -689,7 +689,7 @@ def test_prompts_of_another_text_recipe_or_size_are_refused(trained: Trained, tm
         sample.run_prompts(config, "auto", PROMPTS, tmp_path / "samples")
     with pytest.raises(UserError, match="multiples of 8") as refused:
         sample.run_prompts(config, "auto", PROMPTS, tmp_path / "samples", height=60)
-    assert refused.value.fix == "--height 64"
+    assert refused.value.fix == "--height 64 --width 64"
     assert not list((tmp_path / "samples").iterdir())
 
 

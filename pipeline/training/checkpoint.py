@@ -35,10 +35,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils._pytree import tree_leaves
 
+from pipeline.amounts import amount
 from pipeline.cache.disk import file_digest, make_folder, replacing, sync_path
 from pipeline.config import Config, written
 from pipeline.errors import ConfigError, UserError, writing
+from pipeline.launch import detect
 from pipeline.loader.loader import LoaderState
 from pipeline.models.adapters import Adapter
 from pipeline.models.spec import ModelSpec, spec_of
@@ -46,8 +49,10 @@ from pipeline.options import value_at
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from pipeline.parallel.mesh import wait
 from pipeline.parallel.parallelize import EXTRA
+from pipeline.parallel.shards import local
+from pipeline.processes import free_memory
 from pipeline.training import heldout
-from pipeline.training.host_copy import HostCopy, thread_of_this_device
+from pipeline.training.host_copy import HostCopy, plain_parts, thread_of_this_device
 from pipeline.training.lock import Lock
 from pipeline.training.metadata_reader import FIX, CheckpointError, TensorOnlyReader, read_metadata, unreadable
 
@@ -158,6 +163,7 @@ class Saver:
         # The thread's collectives must not mix with those of the training: a separate group.
         self._group = dist.new_group(backend="gloo", timeout=wait(config.patience_s)) if self._thread else None
         self._in_flight: Future[Path] | None = None
+        self._copies: bool | None = None  # whether main memory holds them; None: not known yet
 
     @property
     def failed(self) -> bool:
@@ -167,7 +173,8 @@ class Saver:
     def save(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: LoaderState, more: Sections | None = None
     ) -> None:
-        """Publish a checkpoint and remove old ones; in the background, after a copy of all tensors.
+        """Publish a checkpoint and remove old ones; in the background, after a copy of all tensors, if
+        main memory holds it.
 
         Args:
             more: further tensors of the run: section -> name -> tensor, plain or sharded.
@@ -178,10 +185,22 @@ class Saver:
         """
         self.wait()
         tensors = state_tensors(model, optimizer, more)
-        if self._thread is None:
+        if self._thread is None or not self._has_memory_for_a_copy(tensors):
             self._write(tensors, state)
         else:
             self._in_flight = self._thread.submit(self._write, self._host_copy.of(tensors), state)
+
+    def _has_memory_for_a_copy(self, tensors: dict[str, Any]) -> bool:
+        """Return whether main memory holds the copies of all processes of every host; decided at the first save."""
+        if self._copies is None:
+            leaves = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
+            needed = detect().local_world * sum(part.nbytes for leaf in leaves for part in plain_parts(local(leaf)))
+            free = free_memory()
+            self._copies = all(all_gather_objects(not free or free >= needed))
+            if not self._copies:
+                about = f"{amount(needed)} for copies, {amount(free)} are free on the first host"
+                self._log(f"note: training waits while a checkpoint is written: main memory is short ({about})")
+        return self._copies
 
     def wait(self) -> None:
         """Wait until no save is in flight. Raises as `save`."""
