@@ -118,7 +118,7 @@ class Folder(FolderSource):
 
 def configuration(folder: Path, *options: str) -> Config:
     units = [f"encode.unit_{kind}={PER_UNIT}" for kind in ("images", "captions") if PER_UNIT]
-    return load(None, [f"cache={folder / 'cache'}", "encode.min_free_gib=0", *units, *options])
+    return load(None, [f"cache={folder / 'cache'}", *units, *options])
 
 
 def recipes(config: Config) -> tuple[LatentRecipe, TextRecipe]:

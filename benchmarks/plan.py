@@ -76,9 +76,7 @@ QUICK = ("bf16, recomputed", "fp32, nothing recomputed", "FSDP2 of 2, bf16")
 
 
 def settings(change: dict[str, Any]) -> TrainConfig:
-    return TrainConfig.model_validate(
-        {"microbatch": 2, "activation_checkpointing": "full", "residual": "fp32", **change}
-    )
+    return TrainConfig.model_validate({"microbatch": 2, "activation_checkpointing": "full", **change})
 
 
 def real(architecture: SanaConfig, train: TrainConfig, shape: Shape, mesh: Any, steps: int) -> float:

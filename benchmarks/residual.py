@@ -1,4 +1,4 @@
-"""Benefit and cost of fp32 tokens between the blocks under bf16: `train.residual: fp32` against `compute`.
+"""Benefit and cost of fp32 tokens between the blocks under bf16: `sana_config.FP32_RESIDUAL` true and false.
 
 A few blocks of Sana 1.6B's width on the CPU, fp32 parameters, sharded as in training, so that matrix products are in
 bf16. Loss and gradient of the same batches are compared with those in fp32. Two starts: the weights of a new model, and
@@ -19,6 +19,7 @@ from benchmarks.memory import count, fake_model, shape, technique
 from benchmarks.report import finish, table
 from pipeline.config import FlowConfig, TrainConfig
 from pipeline.launch import Launch
+from pipeline.models import sana_config
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics, numerics
@@ -31,16 +32,14 @@ from pipeline.training.recipes.flow import Flow
 
 CPU = torch.device("cpu")
 SCALES = {"new weights": 1.0, "tokens x 10": 10.0}
-WAYS = {"fp32": ("fp32", "compute"), "fp32 residual": ("bf16", "fp32"), "bf16 residual": ("bf16", "compute")}
-"""(precision, residual)."""
+WAYS = {"fp32": ("fp32", False), "fp32 residual": ("bf16", True), "bf16 residual": ("bf16", False)}
+"""(precision, whether the residual is in fp32)."""
 
 
 def gradients(layers: int, scale: float, name: str, samples: int, side: int) -> tuple[float, dict[str, Tensor]]:
     """Loss of one batch and its gradient, fp32."""
-    precision, residual = WAYS[name]
-    train = TrainConfig.model_validate(
-        {"precision": precision, "residual": residual, "activation_checkpointing": "full"}
-    )
+    precision, sana_config.FP32_RESIDUAL = WAYS[name]
+    train = TrainConfig.model_validate({"precision": precision, "activation_checkpointing": "full"})
     generator = torch.Generator().manual_seed(0)
     latents, noise = (torch.randn(samples, 32, side, side, generator=generator) for _ in range(2))
     captions, mask = torch.randn(samples, 24, 2304, generator=generator), torch.ones(samples, 24, dtype=torch.bool)

@@ -38,6 +38,7 @@ from pipeline.planning.predict import Data, Machine, Prediction, architecture, c
 from pipeline.planning.recorder import MATMUL
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
+from pipeline.training.inputs import PREFETCH_MIB, THREADS
 
 CONFIGURATION = "sana_1600m_1024"
 CARD = "h100"
@@ -313,9 +314,9 @@ def reading(
         caption_drop=train.caption_drop,
         null_mask=train.null_mask,
         text=train.text or "padded",
-        prefetch=train.prefetch,
-        threads=train.loader_threads,
-        prefetch_mib=train.prefetch_mib,
+        prefetch=None,
+        threads=THREADS,
+        prefetch_mib=PREFETCH_MIB,
         start_step=FIRST,
     )
     total, simulated = NodeCounts(), 0

@@ -246,7 +246,7 @@ def _print_notes(notes: Sequence[Callable[[], str | None]]) -> None:
 
 
 def _configured(command: Callable[..., Any]) -> Callable[..., Any]:
-    """As `_given`; the command gets the configuration."""
+    """Do as `_given` does; the command gets the configuration."""
 
     @wraps(command)
     def with_config(given: _Given, **options: Any) -> Any:
@@ -301,7 +301,7 @@ _NEXT = {
 
 
 def _following(context: click.Context, given: _Given, result: Any) -> str | None:
-    """What to do after a command, ready to be pasted: with the options that were given, as far as it reads them."""
+    """Say what to do after a command, ready to be pasted: with the options that were given, as far as it reads them."""
     from pipeline.config import reads
 
     name, options = str(context.command.name), context.params
@@ -452,7 +452,7 @@ def encode(config: Config, dry_run: bool, probe: bool, **options: Any) -> Any:
     After SIGTERM, SIGUSR1 or SIGHUP the shards at hand are finished within encode.grace_s or dropped, and the exit
     code is 0; the same command continues.
 
-    Encoding waits for disk space for encode.low_disk_wait_s; --dry-run ends with 6 if there is too little.
+    Encoding waits up to an hour for disk space; --dry-run ends with 6 if there is too little.
     """
     asked = {name: options.pop(name) for name in ("prompts", "prompts_name")}
     prompts = asked["prompts"]
@@ -599,7 +599,7 @@ def forget(config: Config, **what: str | None) -> Any:
     examples=[
         "sana-pipe train --resume auto",
         "sana-pipe train --snapshot round2 --set train.optim.lr=2e-5 --set train.steps=4000",
-        "sana-pipe train --from ./runs/round1 --snapshot round2 --set train.output=./runs/round2",
+        "sana-pipe train --from ./runs/round1 --snapshot round2 --set train.output=./runs/round2 --resume auto",
         "sana-pipe train --config sana_600m_512 --set train.optim.name=came --set train.optim.eps=null"
         " --set train.optim.betas=null",
         "torchrun --standalone --nproc-per-node 8 --no-python sana-pipe train --resume auto",
@@ -629,8 +629,7 @@ def forget(config: Config, **what: str | None) -> Any:
 def train(config: Config, snapshot: str | None, resume: str | None, origin: str | None, quarantine: str | None) -> Any:
     """Train the transformer from a snapshot. Several GPUs: torchrun --no-python sana-pipe train.
 
-    With `phases` in the configuration their runs follow one another, each from the last checkpoint of the run before;
-    --resume auto finds its place among them.
+    Rounds: each begins --from the run before, in a run directory of its own.
     """
     from stages import train as stage
 
@@ -656,7 +655,6 @@ def train(config: Config, snapshot: str | None, resume: str | None, origin: str 
 @click.option(
     "--snapshot", metavar="NAME|ID", help="Its buckets and samples. Default: the buckets of the configuration."
 )
-@click.option("--phase", metavar="NAME", help="With phases in the configuration: the phase to plan, on its snapshot.")
 @click.option("--search", is_flag=True, help="Rank the strategies that fit by predicted speed (about a minute).")
 @_json
 def plan(config: Config, **options: Any) -> Any:
@@ -1059,7 +1057,7 @@ def show_help(context: click.Context, topic: tuple[str, ...]) -> None:
 
 
 def _meaning(code: int) -> str:
-    """Of an exit code, and which commands can end with it."""
+    """Explain an exit code, and say which commands can end with it."""
     meaning, commands = EXIT_CODES[code]
     return meaning if not commands or len(commands) > _SOME else f"{meaning} [{', '.join(commands)}]"
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,7 +20,16 @@ from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from pipeline.errors import ConfigError, alternatives, expanded, not_permitted
@@ -58,6 +68,21 @@ def _check_recompute(mode: str) -> str:
 
 
 Recompute = Annotated[str, AfterValidator(_check_recompute), "none | full | selective | every-K | auto"]
+
+
+def _check_traced(steps: str) -> str:
+    first, _, last = steps.partition("-")
+    if not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", steps) or int(first) < 2 or (last and int(last) < int(first)):
+        raise ValueError("must be steps FIRST-LAST or one step, from 2 on: 10-12 or 10")
+    return steps
+
+
+TracedSteps = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    AfterValidator(_check_traced),
+    "FIRST-LAST",
+]
 
 
 def _check_local(path: str) -> str:
@@ -278,11 +303,7 @@ class DataConfig(_Section):
     text file beside a picture."""
     caption_scores: dict[str, str] = {}
     """The score column of a caption column, such as `{long: clip}`: captions are then drawn by Sana's rule for CLIP
-    scores (see pipeline/sources/caption_columns.py)."""
-    score_threshold: Annotated[float, Field(ge=0)] = 25.0
-    """Sana's rule: captions with a lower score are not drawn; if all scores are lower, the best caption is."""
-    score_power: Annotated[float, Field(ge=0)] = 10.0
-    """Sana's rule: captions are drawn in proportion to score to this power."""
+    scores: in proportion to score^10, and none below 25, unless all are; then the best is."""
     caption: str | None = None
     """The caption of pictures without one. none: the empty caption. filename: the file's name without its ending.
     folder: the name of its folder (underscores become spaces in both; of kohya's `10_sks dog` it is `sks dog`). null:
@@ -290,8 +311,6 @@ class DataConfig(_Section):
     caption_prefix: str = ""
     """Text put before every caption, as written (with its spaces). Where a caption has `[trigger]`, the words of
     this text take its place, and nothing is put before it."""
-    caption_suffix: str = ""
-    """Text put after every caption, as written (with its spaces)."""
     caption_parts: Literal["auto", "captions", "tags"] = "auto"
     """What the lines of a text and the entries of a list are. captions: a caption each. tags: tags, which are joined
     with commas into one caption. auto: a text is one caption, with its line breaks; a list of tags is one caption, a
@@ -302,14 +321,6 @@ class DataConfig(_Section):
     """The column of a table that holds the picture or its file name; null: chosen by type and name."""
     image_root: Place | None = None
     """The folder that a table's file names are relative to; null: the table's folder."""
-    link_timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds that fetching one picture from a web server may take, where a table names pictures by URL."""
-    allow_links: Literal["none", "private", "stores", "all"] = "none"
-    """What the URLs of a table may reach besides public web servers: a table that others made can name what only you
-    reach. private: servers of this machine and of private networks. stores: objects of s3://, gs://, hf:// and az://,
-    read with your credentials. all: both."""
-    retry_links: bool = False
-    """Whether a scan tries links again that gave no picture in an earlier scan; `--rehash` fetches every link again."""
     pictures: FurtherPictures = FurtherPictures()
     """Further pictures of each sample."""
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
@@ -380,17 +391,6 @@ class StorageConfig(_Section):
         return {"latent": word, "text": word}
 
 
-class RayConfig(_Section):
-    """Resources of one unit as a Ray task (`--engine ray`)."""
-
-    cpus: Annotated[float, Field(ge=0)] = 1.0
-    """CPUs of a task."""
-    gpus: Annotated[float, Field(ge=0)] | None = None
-    """GPUs of a task; null: 1 if the cluster has GPUs and encode.device is not cpu, else 0."""
-    retries: NotNegative = 10
-    """Limit on nodes and processes lost while running one unit."""
-
-
 class EncodeConfig(_Section):
     """How encoding is divided into units and run. Only `storage` is part of the recipe. Batch sizes are part of the
     plan, so a unit's bytes do not depend on the process that encodes it."""
@@ -430,14 +430,6 @@ class EncodeConfig(_Section):
     """Seconds without a sign of life after which idle processes take over a worker's unit."""
     grace_s: Annotated[float, Field(ge=0)] = 20.0
     """Seconds that the current unit may take after SIGTERM, SIGUSR1 or SIGHUP; then it is dropped at its next batch."""
-    min_free_gib: Annotated[float, Field(ge=0)] = 1.0
-    """GiB that stay free on the cache's disk beside the next unit; below that, encoding pauses."""
-    low_disk_wait_s: Annotated[float, Field(ge=0)] = 3600.0
-    """Seconds to wait for disk space before encoding ends with an error; 0: do not wait."""
-    trackers: list[Tracker] = []
-    """Where metrics go beside the rows in the cache's `reports/`, by accelerate's names: one run for each process."""
-    ray: RayConfig = RayConfig()
-    """Resources of a Ray task."""
 
 
 class SourceConfig(_Section):
@@ -619,8 +611,6 @@ class EmaConfig(_Section):
     """Decay per step; a new average starts with (1 + step) / (10 + step) if that is less."""
     device: Literal["same", "cpu"] = "same"
     """same: beside the parameters. cpu: in host memory."""
-    every: Positive = 1
-    """Steps between updates; the decay per step stays the same."""
 
 
 class AdapterConfig(_Section):
@@ -660,8 +650,6 @@ class PreserveConfig(_Section):
     """Keep what the base knows while an adapter learns: on a share of the samples the target is the base's own
     prediction, computed with the adapter off."""
 
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of these samples' loss."""
     share: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Share of the samples."""
     prompt: str | Annotated[list[str], Field(min_length=1)] | None = None
@@ -706,9 +694,6 @@ class ParallelConfig(_Section):
     null: yes where several processes share the parameters or `offload` is set, and no with a pipeline (it would gather
     again for each microbatch). One process gathers nothing, but casts its fp32 parameters to the compute dtype: no
     keeps 2 bytes per parameter and casts once per step."""
-    prefetch_blocks: Positive | None = None
-    """Blocks whose parameters are gathered ahead (the counterpart of `limit_all_gathers` of FSDP1); null: FSDP2's rule,
-    one."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are sent and summed."""
     reduce_each_microbatch: bool | None = None
@@ -721,8 +706,6 @@ class ParallelConfig(_Section):
     offload: Literal["none", "all"] = "none"
     """all: parameters, gradients and optimizer states stay in host memory, and the optimizer runs on the CPU; a block's
     parameters are copied to the GPU when it runs."""
-    timeout_s: Positive = 600
-    """Limit in seconds on every wait for another process; a process that waits for data gets `patience_s` more."""
 
     @classmethod
     def from_word(cls, word: str) -> Any:
@@ -770,13 +753,6 @@ class ValidationConfig(_Section):
     """Steps between validations; also before the first step and after the last one."""
     samples: Positive = 512
     """Samples of all buckets together, each bucket in proportion to its size."""
-    old: str | None = None
-    """Samples that are in this snapshot, too, count as old, the others as new; their losses are shown apart. null: what
-    the run that this one begins from was validated on."""
-    levels: Positive = 8
-    """Noise levels, equidistant: (i + 0.5) / levels."""
-    seed: NotNegative = 0
-    """Seed of the choice of samples, of their captions and noise; not `train.seed`, so that runs can be compared."""
 
 
 class PicturesConfig(_Section):
@@ -798,17 +774,6 @@ class PicturesConfig(_Section):
     `sample --watch` and `report`, where a node of a cluster would wait for it."""
 
 
-class ProfileConfig(_Section):
-    """A trace of some steps, in the folder `profile` of the run (see docs/training.md)."""
-
-    start: Annotated[int, Field(ge=2)] = 10
-    """The first step that is traced, counted since the run started or resumed; the one before it is a warm-up."""
-    steps: Positive = 3
-    """Steps that are traced."""
-    ranks: Literal["first", "all"] = "first"
-    """first: the first process alone. all: every process, each into its file."""
-
-
 class TrainConfig(_Section):
     """The training run."""
 
@@ -821,9 +786,6 @@ class TrainConfig(_Section):
     number of steps."""
     seed: NotNegative = 0
     """Seed of the order, noise, times, caption choice and caption drop."""
-    phase: NotNegative | None = None
-    """Number of this round of training: with the same seed, each has another order and other noise. null: 0, with
-    `--from` that of the last round plus 1; a resumed run keeps its number."""
     microbatch: Microbatch = _AUTO
     """Samples per process and forward pass; lower it if memory runs out. auto: on a GPU the fastest that is predicted
     to leave a tenth of its memory free, chosen as with `parallel.sizes: auto`; 8 on a CPU. A resumed run keeps its
@@ -835,9 +797,6 @@ class TrainConfig(_Section):
     """On a GPU, round the factors of fp32 matrix products and convolutions to TF32 (10 bits): up to eight times as
     fast. Under bf16 and fp16 it changes nothing on a GPU of compute capability 8.0 or newer: only linear attention
     multiplies in fp32 there, in a kernel that is as exact either way."""
-    residual: Literal["fp32", "compute"] = "fp32"
-    """Precision of the tokens between blocks, of the norms over them and of the gates. fp32: as under NVlabs' autocast.
-    compute: as `precision`. For error and memory of both see docs/figures.md."""
     recipe: Literal["default", "nvlabs"] = "default"
     """nvlabs: follow NVlabs' trainer where no other option does: CAME (3x3 kernels unfactored and without confidence;
     query, key and value as one matrix), weight decay of all parameters, a first step of rate 0, eps of attention. See
@@ -885,12 +844,6 @@ class TrainConfig(_Section):
     length_window: NotNegative = 0
     """Batches of a bucket, on average, that are sorted by caption length together (length grouping); 0: none. Part of
     the order, so a run cannot be resumed with another value."""
-    prefetch: NotNegative | None = None
-    """Limit on steps read ahead; null: `prefetch_mib` alone; 0: read without threads."""
-    prefetch_mib: Positive = 128
-    """MiB read ahead per process."""
-    loader_threads: Positive = 2
-    """Threads that read."""
     max_quarantine_rate: Share = 0.05
     """With --quarantine: save and end if more than this share of the last 10,000 samples (at least 200) replaced
     unreadable ones; a fifth of it gives a warning."""
@@ -906,16 +859,14 @@ class TrainConfig(_Section):
     """Write checkpoints while training goes on; takes host memory of the size of a process's share."""
     trackers: list[Tracker] = ["tensorboard"]
     """Where metrics go beside `metrics.jsonl`, by accelerate's names."""
-    peak_tflops: Annotated[float, Field(gt=0)] | None = None
-    """Peak TFLOPS of one GPU in the run's precision, for MFU; null: from its data sheet, if known."""
     compile: Literal["auto", "none", "block"] = "auto"
     """block: compile each block with torch.compile, once for all shapes, and what prepares text and timestep. auto:
     block on a GPU of compute capability 8.0 or newer with Triton, unless another option excludes it; else none. A
     resumed run keeps its choice."""
-    compile_backend: str = "inductor"
-    """torch.compile's backend."""
-    profile: ProfileConfig | None = None
-    """Trace some steps with torch.profiler; null: none, {}: with its defaults."""
+    profile: TracedSteps | None = None
+    """Trace these steps with torch.profiler on the first process, into the folder `profile` of the run: 10-12, or 10.
+    They are counted since the run started or resumed, and begin at 2, because the step before is a warm-up; null:
+    none."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
 
@@ -1007,37 +958,6 @@ class TrainConfig(_Section):
             )
 
 
-class PhaseConfig(_Section):
-    """A phase of training: a separate run that begins from the last checkpoint of the phase before. What it leaves
-    out is as in the rest of the configuration."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
-    """Its run directory is `train.output`/NAME."""
-    snapshot: str
-    """Name, id or beginning of the id of its snapshot. A phase that has begun keeps the snapshot it began with."""
-    steps: Positive | None = None
-    """`train.steps`."""
-    epochs: Positive | None = None
-    """`train.epochs`."""
-    set: dict[str, Any] = {}
-    """Any other option that `train` reads, such as `{train.optim.lr: 5.0e-5, data.resolution: 1024}`. Warm-up and
-    schedule begin anew in every phase."""
-
-    def by_field(self) -> dict[str, Any]:
-        """The options that its fields give."""
-        return {f"train.{key}": value for key, value in self if key in ("steps", "epochs") and value is not None}
-
-    def gives(self, option: str) -> bool:
-        """Whether an option has another value in this phase than in the rest of the configuration."""
-        given = {*self.by_field(), *self.set}
-        length = ("train.steps", "train.epochs")
-        return any(within(option, key) for key in given) or (option in length and not given.isdisjoint(length))
-
-
-_NO_PHASE = ("checkpoints", "pictures", "profile")
-"""Names of folders in a run directory."""
-
-
 class SampleConfig(_Section):
     """Pictures drawn from a checkpoint. Defaults: Sana's."""
 
@@ -1061,7 +981,7 @@ class Config(_Section):
     patience_s: Annotated[float, Field(ge=0)] = 300.0
     """Seconds to wait for storage that does not answer (of the cache or a source: object store, web server, network
     disk). It is named after some seconds, and `train` saves before it gives up. Storage that has never answered gets
-    5 s: its address is probably wrong."""
+    5 s: its address is probably wrong. Processes of a training wait for each other as long and 5 minutes more."""
     vae: VaeConfig
     """The image encoder."""
     text: TextConfig
@@ -1081,23 +1001,6 @@ class Config(_Section):
     sample: SampleConfig = SampleConfig()
     """The stage `sample`."""
     _data_given: DataGiven = PrivateAttr(default_factory=DataGiven)
-    phases: list[PhaseConfig] = []
-    """Phases that `train` runs one after the other; empty: one run in `train.output`. `export` and `sample` take the
-    newest checkpoint of the last phase that has one."""
-
-    def phase(self, name: str) -> PhaseConfig:
-        """The phase of a name.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        for phase in self.phases:
-            if phase.name == name:
-                return phase
-        known = ", ".join(phase.name for phase in self.phases)
-        raise ConfigError(
-            f"there is no phase {name!r} in the configuration", expected=f"one of {known}" if known else "phases: [...]"
-        )
 
     def with_train(self, **changes: Any) -> Config:
         """The configuration with other values of `train`'s options; they are not validated."""
@@ -1106,44 +1009,6 @@ class Config(_Section):
     def bears(self, precision: str) -> bool:
         """Whether the weights to begin from work in this value of `train.precision`, as far as is known."""
         return self.model.weights is None or self.model.weights.bears(precision)
-
-    def of_phase(self, name: str) -> Config:
-        """The configuration of a phase's run.
-
-        Raises:
-            ConfigError: there is no such phase, or its options cannot be.
-        """
-        phase = self.phase(name)
-        tree = self.model_dump(exclude_unset=True, exclude={"phases"})
-        train = tree.setdefault("train", {})
-        if phase is not self.phases[0]:
-            train.pop("phase", None)
-        fields = phase.by_field()
-        options = phase.set
-        origin = f"phases: {name}"
-        for option in options:
-            if option in fields or option == "train.output":
-                other = f"the option {option.rpartition('.')[2]} of the phase" if option in fields else "its name"
-                raise ConfigError(f"{origin}: set: {option} is given by {other}", fix="leave it out")
-            if option in _all_paths() and not reads("train", option):
-                raise ConfigError(f"{origin}: set: sana-pipe train does not read {option}", fix="leave it out")
-        options = {**fields, **options}
-        for name_given, other in (("steps", "epochs"), ("epochs", "steps")):
-            if f"train.{name_given}" in options and f"train.{other}" not in options:
-                train.pop(other, None)
-        for option, value in options.items():
-            _assign(tree, option.split("."), value, f"{option}={value}")
-        train["output"] = str(Path(self.train.output) / name)
-        try:
-            return Config.model_validate(tree)
-        except ValidationError as error:
-            raise _explain(error, tree, Path(origin), {}) from None
-
-    def at(self, folder: str | Path) -> Config:
-        """The configuration of the phase to which a folder belongs; of no phase: this one."""
-        output, place = Path(self.train.output).resolve(), Path(folder).resolve()
-        inside = [phase.name for phase in self.phases if place.is_relative_to(output / phase.name)]
-        return self.of_phase(inside[0]) if inside else self
 
     def _conflicts(self) -> Iterator[str]:
         weights, precision = self.model.weights, self.train.precision
@@ -1154,13 +1019,6 @@ class Config(_Section):
                 "(model.weights.runs_in): weights trained in fp16 fail in bf16 (NVlabs/Sana #47, #109), weights "
                 f"trained in bf16 overflow in fp16 (#65); set train.precision={working[0]}"
             )
-        names = [phase.name.lower() for phase in self.phases]
-        for name in names:
-            if names.count(name) > 1 or name in _NO_PHASE:
-                why = "is given twice" if names.count(name) > 1 else "is a folder of every run directory"
-                yield f"phases: the name {name!r} {why}"
-        for phase in self.phases:
-            self.of_phase(phase.name)  # checks its options
 
 
 _CACHE = ("cache", "mirror", "patience_s")
@@ -1172,10 +1030,10 @@ READS: dict[str, tuple[str, ...]] = {
     "encode": (*_CACHE, "vae", "text", "data", "encode", "metrics"),
     "bucket": (*_CACHE, "vae", "text", "bucket", *_BUCKETS, "encode"),
     "check": ("vae", "text", "model", "data", "train"),
-    "train": (*_CACHE, "model", "train", "metrics", "data.resolution", "data.caption_prefix", "phases", "sample"),
-    "plan": (*_CACHE, "text", "model", "train", "phases", "data", "bucket"),
-    "export": (*_CACHE, "vae", "text", "model", "data", "train", "phases", "sample"),
-    "sample": (*_CACHE, "vae", "text", "model", "data", "encode", "train", "phases", "sample"),
+    "train": (*_CACHE, "model", "train", "metrics", "data.resolution", "data.caption_prefix", "sample"),
+    "plan": (*_CACHE, "text", "model", "train", "data", "bucket"),
+    "export": (*_CACHE, "vae", "text", "model", "data", "train", "sample"),
+    "sample": (*_CACHE, "vae", "text", "model", "data", "encode", "train", "sample"),
     "decode": ("vae", "encode"),
     "inspect": (*_CACHE, "train"),
     "status": (*_CACHE, "train"),
@@ -1264,17 +1122,11 @@ def load(
         command: a key of `READS`; overrides of options that it does not read are refused. None: any option.
 
     Raises:
-        ConfigError: unknown key, wrong type, impossible combination, unreadable file, an option that is not read or
-            that every phase replaces.
+        ConfigError: unknown key, wrong type, impossible combination, unreadable file, an option that is not read.
     """
     config, given = load_given(path, overrides)
     for option in given.overridden if command else ():
         _check_read(str(command), option, value_at(given.tree, option))
-        if command in ("train", "plan") and config.phases and all(phase.gives(option) for phase in config.phases):
-            raise ConfigError(
-                f"--set {option}: has no effect, since every phase gives this option",
-                fix=f"change it in the phases, or {setting('phases', [])} for a run without them",
-            )
     return config
 
 
@@ -1290,11 +1142,41 @@ def load_given(path: str | Path | None = None, overrides: tuple[str, ...] | list
             tree["train"].pop(other, None)
     for keys, value, text in assignments:
         _assign(tree, keys, value, text)
+    if "phases" in tree:
+        raise _phases_refused(tree, source if source != Path(LOCAL_NAME) else None)
     config = validated(tree, source, dict(zip(overridden, overrides, strict=True)))
     names = [name for keys, value, _ in assignments if keys[0] == "data" for name in _named(keys[1:], value)]
     signals = ["signals"] if any(within("encode.signals", option) for option in overridden) else []
     config._data_given = replace(data_given, overridden=frozenset([*names, *signals]))
     return config, Given(source, tree, tuple(overridden))
+
+
+def _phases_refused(tree: dict[str, Any], file: Path | None) -> ConfigError:
+    """The error for `phases`, with the commands that train the phases of a file.
+
+    Args:
+        file: to name by `--config`; None: `train` finds it.
+    """
+    phases, train = tree["phases"], tree.get("train")
+    output = Path(str((train.get("output") if isinstance(train, dict) else None) or TrainConfig().output))
+    lines: list[str] = []
+    for number, phase in enumerate(phases if isinstance(phases, list) else ()):
+        if not isinstance(phase, dict) or not isinstance(phase.get("name"), str):
+            lines.clear()
+            break
+        words = ["sana-pipe", "train", *([] if file is None else ["--config", str(file)])]
+        words += ["--from", str(output / phases[number - 1]["name"])] if number else []
+        words += ["--snapshot", str(phase["snapshot"])] if phase.get("snapshot") else []
+        changed = phase["set"] if isinstance(phase.get("set"), dict) else {}
+        given = {f"train.{key}": phase[key] for key in ("steps", "epochs") if phase.get(key) is not None}
+        for option, value in {"train.output": str(output / phase["name"]), **given, **changed}.items():
+            words += ["--set", f"{option}={on_one_line(value)}"]
+        lines.append(shlex.join([*words, "--resume", "auto"]))
+    template = ["sana-pipe train --from RUN --set train.output=DIR --set OPTION=VALUE --resume auto"] if phases else []
+    return ConfigError(
+        f"{file or LOCAL_NAME}: `phases` is no option: each round is a `train` of its own, which begins from the last",
+        fix="\n  ".join(["take `phases` out of the file, then", *(lines or template)]) if phases else "take it out",
+    )
 
 
 def validated(tree: dict[str, Any], source: Path, overridden: dict[str, str]) -> Config:
@@ -1369,7 +1251,7 @@ def setting(option: str, *values: Any) -> str:
     return alternatives("--set", (f"{option}={on_one_line(value)}" for value in values))
 
 
-WITH_SPACES = ("caption_prefix", "caption_suffix")
+WITH_SPACES = ("caption_prefix",)
 """Options whose text may begin or end with spaces."""
 
 
@@ -1428,8 +1310,6 @@ def _hint(location: tuple[int | str, ...]) -> str:
     typo = similar if difflib.get_close_matches(last, valid, n=1, cutoff=0.8) else []
     elsewhere = [path for path in _all_paths() if last in (path, path.rpartition(".")[2])]
     candidates = [*typo, *elsewhere, *similar]
-    if location[0] == "phases" and elsewhere and not typo:
-        return f"; what a phase changes stands in its set: {{{elsewhere[0]}: VALUE}}"
     if candidates:
         return f"; did you mean {candidates[0]!r}?"
     if len(valid) > _LISTED:

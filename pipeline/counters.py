@@ -29,5 +29,5 @@ def totals() -> dict[str, float]:
 
 
 def since(earlier: dict[str, float]) -> dict[str, float]:
-    """What was counted after `totals` returned `earlier`."""
+    """Return what was counted after `totals` returned `earlier`."""
     return {name: total - earlier[name] for name, total in totals().items()}

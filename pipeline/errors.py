@@ -237,7 +237,7 @@ def _errno(error: BaseException) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory has run out, main memory or that of a GPU."""
+    """Return whether memory has run out, main memory or that of a GPU."""
     return machine_errno(error) == errno.ENOMEM
 
 
@@ -325,7 +325,7 @@ def print_error(error: BaseException, prefix: str = "") -> None:
 
 
 def was_printed(error: BaseException) -> bool:
-    """Whether `print_error` has printed it."""
+    """Return whether `print_error` has printed it."""
     return getattr(error, "printed", False)
 
 
@@ -345,7 +345,8 @@ def printed_first(rank: int, world: int) -> Iterator[None]:
 
 
 def _tells_of_a_peer(error: BaseException) -> bool:
-    """Whether a collective failed. NCCL's errors have a class, gloo's are RuntimeErrors with the place in its code."""
+    """Return whether a collective failed. NCCL's errors have a class, gloo's are RuntimeErrors with the place in its
+    code."""
     names = {cls.__name__ for cls in type(error).__mro__}
     return "DistError" in names or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 

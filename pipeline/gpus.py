@@ -169,7 +169,7 @@ def _short(name: str) -> str:
 
 
 def processor() -> Card:
-    """This machine's CPU: its main memory; nominal speeds."""
+    """Describe this machine's CPU: its main memory; nominal speeds."""
     return Card(CPU, CPU, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 0.05, 0.05, 10, 1)
 
 

@@ -127,7 +127,7 @@ def share_of_work(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
 
 
 def scheduled_attempt(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """This process's SLURM job and how often SLURM has requeued it; None outside of SLURM."""
+    """Return this process's SLURM job and how often SLURM has requeued it; None outside of SLURM."""
     env = os.environ if environ is None else environ
     if "SLURM_JOB_ID" not in env:
         return None
@@ -298,7 +298,7 @@ _OLDER = "https://download.pytorch.org/whl/cu126"
 
 @dataclass(frozen=True)
 class Gpus:
-    """What torch can use here.
+    """The GPUs that torch can use here.
 
     Attributes:
         count: GPUs that torch can use.
@@ -351,7 +351,7 @@ def driver() -> str | None:
 
 
 def _has_nvidia_card() -> bool:
-    """Whether a graphics card of NVIDIA is on the PCI bus, also seen from a container that was not given it."""
+    """Return whether a graphics card of NVIDIA is on the PCI bus, also seen from a container that was not given it."""
 
     def says(device: Path, name: str, start: str) -> bool:
         try:
@@ -484,7 +484,7 @@ _C_FILE = "#include <Python.h>\nint probe(void) { return Py_IsInitialized(); }\n
 
 @functools.cache
 def missing_compiler() -> UserError | None:
-    """Why no C file that includes Python's headers compiles here; None: it compiles."""
+    """Say why no C file that includes Python's headers compiles here; None: it compiles."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     found = "neither gcc nor clang on PATH, and CC is not set"

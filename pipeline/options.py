@@ -19,7 +19,7 @@ _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def within(option: str, section: str) -> bool:
-    """Whether an option is `section` or one of its options."""
+    """Return whether an option is `section` or one of its options."""
     return option == section or option.startswith(section + ".")
 
 
@@ -72,7 +72,7 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def holds_several(field: FieldInfo) -> bool:
-    """Whether a field is a mapping or a list of sections."""
+    """Return whether a field is a mapping or a list of sections."""
     return get_origin(field.annotation) in (dict, list)
 
 

@@ -1,4 +1,5 @@
-"""Where a command may write: never over what the configuration reads, nor over files that the product did not write.
+"""Check where a command may write: never over what the configuration reads, nor over files that the product did not
+write.
 
 What: `check` refuses a place that holds an input, or lies in one. `recorded` lists the files of a folder with their
 digests when it is written; `foreign` names those that somebody added or changed since, which `carry` takes along.
@@ -26,14 +27,12 @@ _READ = ("id", "start", "image_root", "caches", "cache")
 def inputs(config: Config) -> Iterator[tuple[str, Path]]:
     """The files and folders on a disk that a configuration reads, with the option that names each; last the sources of
     its cache."""
-    phases = (config.of_phase(phase.name) for phase in config.phases)
-    for each in (config, *phases):
-        for name, value in flat(each.model_dump(exclude={"phases"})):
-            if name.rpartition(".")[2] not in _READ:
-                continue
-            for place in value if isinstance(value, list) else [value]:
-                if isinstance(place, str) and Path(place).exists():
-                    yield name, Path(place).resolve()
+    for name, value in flat(config.model_dump()):
+        if name.rpartition(".")[2] not in _READ:
+            continue
+        for place in value if isinstance(value, list) else [value]:
+            if isinstance(place, str) and Path(place).exists():
+                yield name, Path(place).resolve()
     if "://" not in config.cache:
         with suppress(UserError, OSError):
             cache = Cache.if_there(config)

@@ -61,7 +61,7 @@ _FOLLOWING: list[str] = []
 
 
 def follow_with(*arguments: str) -> None:
-    """When this process ends with 0, let `sana-pipe ARGUMENTS` take its place: the same process to its launcher, with
+    """Let `sana-pipe ARGUMENTS` take this process's place when it ends with 0: the same process to its launcher, with
     all memory of this one given back, on GPUs too."""
     _FOLLOWING[:] = command(*arguments)
 
@@ -81,12 +81,12 @@ def allow_many_files() -> None:
 
 
 def in_main_thread() -> bool:
-    """Whether signals can be caught here."""
+    """Return whether signals can be caught here."""
     return threading.current_thread() is threading.main_thread()
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """Whether this is Ctrl-C or the end of the terminal, and this process ignores it: after `nohup`, or in the
+    """Return whether this is Ctrl-C or the end of the terminal, and this process ignores it: after `nohup`, or in the
     background of a script."""
     return number in (signal.SIGINT, signal.SIGHUP) and signal.getsignal(number) == signal.SIG_IGN
 

@@ -115,7 +115,7 @@ def log(line: str) -> None:
 
 
 def is_disconnected(error: BaseException) -> bool:
-    """Whether an error says that a network file system is disconnected (a bad sector does not)."""
+    """Return whether an error says that a network file system is disconnected (a bad sector does not)."""
     return isinstance(error, OSError) and error.errno in _DISCONNECTED
 
 
@@ -266,7 +266,7 @@ def _raise_final(error: Exception, state: _StoreState) -> None:
 
 
 def _unanswered(error: FileNotFoundError) -> bool:
-    """Whether "not found" means that the server did not answer, as the driver for http reports it."""
+    """Return whether "not found" means that the server did not answer, as the driver for http reports it."""
     causes = [cause for cause in _chain(error) if not isinstance(cause, FileNotFoundError)]
     return any(isinstance(c, OSError) or type(c).__module__.startswith("aiohttp") for c in causes)
 
@@ -275,7 +275,7 @@ def _unanswered(error: FileNotFoundError) -> bool:
 
 
 class _StoreState:
-    """What this process knows about a store."""
+    """The state of a store as this process knows it."""
 
     def __init__(self, store: str):
         self.store = store

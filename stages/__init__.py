@@ -1,1 +1,1 @@
-"""What a user runs: one file per stage. Each has `run(config, **options)`; none imports another."""
+"""The commands, one file per stage. Each has `run(config, **options)`; none imports another."""

@@ -94,7 +94,7 @@ def run(config: Config, as_json: bool = False) -> int:
 
 
 def _problems_of(there: launch.Gpus, config: Config) -> list[UserError]:
-    """Why the stages that may take a GPU of this machine cannot use it."""
+    """Say why the stages that may take a GPU of this machine cannot use it."""
     options = {"encode.device": config.encode.device, "train.device": config.train.device}
     wanting = next((option for option, name in options.items() if name != "cpu"), None)
     if wanting is not None and there.problem is not None:

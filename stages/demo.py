@@ -28,6 +28,7 @@ from pipeline.processes import command, shown
 from pipeline.sources.caption_rules import instruction
 from pipeline.sources.detect import open_source
 from pipeline.sources.source import Item
+from pipeline.training import summary
 
 TINY = "tiny.yaml"
 MARK = "demo.json"
@@ -75,48 +76,42 @@ def run(out: Path, quick: bool = False) -> int:
     return 0
 
 
-_TRAIN = ["train", "--resume", "auto"]
+RUNS = "runs/tiny"
+"""Where the run directories of the rounds are: `train.output` of the configuration, so `report` is about both."""
+_LAST = ["--checkpoint", f"{RUNS}/round2"]
 _RESULTS = (
-    ["export", "--out", "export", "--overwrite"],
-    ["sample", "--out", "samples"],
+    ["export", *_LAST, "--out", "export", "--overwrite"],
+    ["sample", *_LAST, "--out", "samples"],
     ["report", "--out", "report.html", "--gallery", "4"],
 )
 
 
 def _rounds(out: Path, quick: bool) -> Iterator[list[str]]:
-    """The commands of two rounds. Each round becomes a phase in the configuration once its snapshot exists."""
+    """The commands of two rounds. A first round that is finished is left alone: `photos` alone was encoded for it."""
     without_heldout = ["--set", "bucket.sources.heldout.weight=0"]
-    if not _has_phase(out, "round2"):
+    if not (out / RUNS / "round1" / summary.NAME).exists():
         yield ["encode", "--data", "photos"]
         yield ["encode", "--data", "heldout", "--prompts", PROMPTS]
         yield ["bucket", "--name", "heldout", "--set", "bucket.sources.photos.weight=0"]
         yield ["bucket", "--name", "round1", *without_heldout]
-        _add_phase(out, "round1", quick)
-        yield _TRAIN
+        yield _train("round1", quick)
     yield ["encode", "--data", "more"]
     yield ["bucket", "--name", "round2", *without_heldout]
-    _add_phase(out, "round2", quick)
-    yield _TRAIN
+    yield _train("round2", quick, "--from", f"{RUNS}/round1")
     yield from _RESULTS
 
 
-def _has_phase(out: Path, name: str) -> bool:
-    return any(phase.name == name for phase in load(out / LOCAL_NAME).phases)
-
-
-def _add_phase(out: Path, name: str, quick: bool) -> None:
-    """Append a phase to the configuration, as a user would."""
-    if _has_phase(out, name):
-        return
-    path, steps = out / LOCAL_NAME, QUICK_STEPS if quick else ROUND_STEPS[name]
-    text = path.read_text(encoding="utf-8")
-    validation = f"{{snapshot: heldout, every: {-(-steps // VALIDATIONS)}}}"
-    options = f"{{train.validation: {validation}, train.pictures: {{every: {-(-steps // DRAWINGS)}}}}}"
-    line = f"  - {{name: {name}, snapshot: {name}, steps: {steps}, set: {options}}}\n"
-    added = line if load(path).phases else f"\nphases:\n{line}"
-    with replacing(path) as work:
-        work.write_text(text + added, encoding="utf-8")
-    print(f"\nadded to {path}:\n{added.strip()}", flush=True)
+def _train(name: str, quick: bool, *origin: str) -> list[str]:
+    """The command of a round, on the snapshot of its name."""
+    steps = QUICK_STEPS if quick else ROUND_STEPS[name]
+    options = {
+        "output": f"{RUNS}/{name}",
+        "steps": steps,
+        "validation": f"{{snapshot: heldout, every: {-(-steps // VALIDATIONS)}}}",
+        "pictures": f"{{every: {-(-steps // DRAWINGS)}}}",
+    }
+    settings = [word for option, value in options.items() for word in ("--set", f"train.{option}={value}")]
+    return ["train", *origin, "--snapshot", name, *settings, "--resume", "auto"]
 
 
 def _claim(out: Path, quick: bool) -> None:

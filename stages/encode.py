@@ -41,13 +41,12 @@ from pipeline.encoding.rejects import Rejects
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import NoSpaceError, UserError
 from pipeline.images import buckets
-from pipeline.metrics import trackers
 from pipeline.signals import PictureSignal
 from pipeline.signals.latent import compression
 from pipeline.signals.text import TextRecipe
 from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Source
-from pipeline.work import claims, ray_engine
+from pipeline.work import claims, disk_space, ray_engine
 from pipeline.work.engine import Work, Worker, make_units, missing_units
 from pipeline.work.progress import Meter, Progress
 from pipeline.work.progress_rows import ProgressRows
@@ -96,7 +95,6 @@ def run(
         try:
             with stop.signals():
                 share = _tasks(task_index, task_count, engine)
-                trackers.check(config.encode.trackers, "encode.trackers")
                 prompt_sets.check_prompts_name(prompts_name)
                 asked = None if prompts is None else (prompts_name, prompting.read(prompts, config.patience_s))
                 if data is None:
@@ -152,11 +150,10 @@ def dry_run(
         source, work, config = survey.source, survey.work, survey.config
         sizes, times = estimate.sizes(work, config, caption_of(survey.recipes), survey.count_rows), None
         if probe:
-            speed = estimate.probe(work, config, source, survey.recipes, unit_encoder.device(config))
+            speed = estimate.probe(work, config, source, survey.recipes, unit_encoder.device(config.encode.device))
             times = estimate.times(work, sizes, speed, config, tasks)
-        reserve = int(config.encode.min_free_gib * 2**30)
         free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
-        report = estimate.report(source, work, sizes, free, reserve, times)
+        report = estimate.report(source, work, sizes, free, disk_space.RESERVE, times)
         taken = understanding.of(source, survey.scan, config.data)
         fit = [
             *taken.lines(config.data, caption_of(survey.recipes).normalisation),
@@ -179,7 +176,7 @@ def _text_on_stderr(wanted: bool) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class _TextRun:
-    """What encoding needs. sources: by name, those that pictures are read from."""
+    """The settings of encoding prompts. sources: by name, those that pictures are read from."""
 
     config: Config
     cache: Cache
@@ -192,12 +189,14 @@ class _TextRun:
         """The metrics of this process, which are closed at the end of the block."""
         name, worker = ", ".join(self.sources) or "prompts", self.worker
         places = self.cache.files.reports, self.cache.place
-        return closing(ProgressRows(self.config, *places, name, worker.task, worker.tasks, retrying.log))
+        return closing(
+            ProgressRows(self.config.metrics.textfile, *places, name, worker.task, worker.tasks, retrying.log)
+        )
 
 
 @dataclass(frozen=True)
 class EncodeRun(_TextRun):
-    """What every step of a run with a source needs.
+    """The state that every step of a run with a source needs.
 
     Attributes:
         recipes: of the records, as of `pipeline.signals.recipes`.
@@ -217,7 +216,7 @@ class EncodeRun(_TextRun):
 
 @dataclass(frozen=True)
 class _Planned:
-    """What planning says to every process, as JSON values.
+    """The result of planning for every process, as JSON values.
 
     Attributes:
         table: digest of the scan's table.
@@ -290,7 +289,7 @@ Lines = list[tuple[int, str]]
 def _run_prompts(
     config: Config, name: str, lines: Lines, share: tuple[int, int], engine: str, stop: Stop
 ) -> dict[str, Any]:
-    text = TextRecipe.wanted(config)
+    text = TextRecipe.wanted(signals.Encoders(config.vae, config.text), config.data, config.encode)
     cache = Cache.of(config, create=True)
     copies.repair_all(cache.files)
     cache.files.sweep()
@@ -351,7 +350,7 @@ def _run(
     asked: tuple[str, Lines] | None,
 ) -> dict[str, Any]:
     config = reading.config
-    recipes = signals.recipes(config)
+    recipes = signals.recipes(signals.Encoders(config.vae, config.text), config.data, config.encode)
     table = buckets.table(config.data, compression(recipes))
     cache = Cache.of(config, create=True)
     copies.repair_all(cache.files)
@@ -452,14 +451,14 @@ _DECISIVE = (
 
 
 def _decisive(run: EncodeRun) -> bytes:
-    """What decides a plan beside the scan."""
+    """Return what decides a plan besides the scan."""
     data, encode = run.config.data.model_dump(mode="json"), run.config.encode.model_dump(mode="json")
     recipes = [recipe.name for recipe in run.recipes]
     return layout.canonical(["plan-1", recipes, run.table, data, [encode[name] for name in _DECISIVE]])
 
 
 def _opened(run: EncodeRun, planned: _Planned) -> _Work:
-    """What another process has planned."""
+    """Open what another process has planned."""
     run.source.ignored = Kinds(**planned.ignored)
     work = _Work(run, planned.table)
     for recipe, count in planned.plans.items():
@@ -513,7 +512,7 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
 
 
 def _noun(recipe: Recipe) -> str:
-    """What the records of a recipe are called in the result."""
+    """Return what the records of a recipe are called in the result."""
     assert isinstance(recipe, signals.Signal)
     return recipe.noun
 
@@ -521,13 +520,13 @@ def _noun(recipe: Recipe) -> str:
 def _plan_images(run: EncodeRun, recipe: PictureSignal, work: pa.Table) -> list[WorkPlan]:
     fitting = None  # with Ray the pictures are encoded on other machines
     if run.engine == "local":
-        footprint = partial(recipe.footprint, run.config)
-        fitting = image_batch.fitting(footprint, lambda: unit_encoder.device(run.config))
+        footprint = partial(recipe.footprint, signals.Encoders(run.config.vae, run.config.text))
+        fitting = image_batch.fitting(footprint, lambda: unit_encoder.device(run.config.encode.device))
     return planning.plan_images(run.cache, recipe, work, run.config.encode, fitting)
 
 
 def _summary(run: EncodeRun, planned: _Planned) -> list[str]:
-    """What the source has, for people."""
+    """Say what the source has, for people."""
     new, reused = planned.new, planned.reused
     return [
         f"source {run.source.name!r}: {planned.items} items, {planned.rejects} rejected by the scan",
@@ -570,7 +569,9 @@ def _encode(
         click.echo(line)
 
     if not idle and run.engine == "local":
-        unit_encoder.device(run.config, click.echo)  # a GPU that cannot be used shows before the models are read
+        unit_encoder.device(
+            run.config.encode.device, click.echo
+        )  # a GPU that cannot be used shows before the models are read
 
     def missing(plans: list[WorkPlan]) -> Work:
         return [] if idle else missing_units(cache, plans)

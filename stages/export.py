@@ -103,7 +103,6 @@ def run(
         print(f"lowest held-out loss of the checkpoints: {loss:.4f}, {folder}", flush=True)
     else:
         folder = checkpoints.find(config, checkpoint)
-    output, config = Path(config.train.output), config.at(folder)
     document = checkpoints.read_document(folder)
     name = checkpoints.EMA_WEIGHTS if ema else checkpoints.LAST_WEIGHTS
     state = {"weights": name, **document.state.as_dict()}
@@ -136,8 +135,7 @@ def run(
         elif of_adapter:
             assert adapter is not None and isinstance(weights, Merged)
             run = folder.resolve().parents[1]
-            name = f"{output.name}_{run.name}" if run.parent == output.resolve() else run.name  # of a phase
-            stem = re.sub(r"[^\w.-]+", "_", name) + ending
+            stem = re.sub(r"[^\w.-]+", "_", run.name) + ending
             adapter.save(form, weights, work, DTYPES[dtype], _header(config, adapter, document, stem), stem)
             pictures = copy_pictures(run, document.state.step, work)
             pictures["before"] = first_drawing(document)
@@ -156,19 +154,19 @@ def run(
 
 
 def _header(config: Config, adapter: Adapter, document: checkpoints.Document, title: str) -> dict[str, str]:
-    """What an adapter's file says of itself."""
+    """Make the header of an adapter's file."""
     base, rank = _base(config)["base"].strip("`"), getattr(adapter, "rank", None)
     return files.header(title, base, trigger_of(config), config.data.resolution, document.state.step, rank)
 
 
 def first_drawing(document: checkpoints.Document) -> str:
-    """What a run drew before its first step, in words: the base, unless it continued an adapter."""
+    """Say what a run drew before its first step, in words: the base, unless it continued an adapter."""
     continued = document.began_from is not None or value_at(document.config, "train.adapter.start") is not None
     return "before this run" if continued else "base"
 
 
 def _form(form: str, architecture: ModelSpec, adapter: Adapter | None) -> str:
-    """What is written: one of the adapter's formats, of the architecture's, or `merged`, a whole pipeline.
+    """Choose what is written: one of the adapter's formats, of the architecture's, or `merged`, a whole pipeline.
 
     Raises:
         ConfigError: the checkpoint has no such form.
@@ -389,8 +387,8 @@ def copy_model(source: Path, target: Path) -> None:
 
 
 def tokenizer_class(folder: Path) -> str:
-    """In transformers 4 `GemmaTokenizer` is the slow class, which reads another file than training did, and
-    `TokenizersBackend` is called `PreTrainedTokenizerFast`, in 5, too."""
+    """Name the tokenizer's class. In transformers 4 `GemmaTokenizer` is the slow class, which reads another file than
+    training did, and `TokenizersBackend` is called `PreTrainedTokenizerFast`, in 5, too."""
     path = folder / "tokenizer_config.json"
     name = hub.read_json(path).get("tokenizer_class") if path.is_file() else None
     both = {"GemmaTokenizer": "GemmaTokenizerFast", "TokenizersBackend": "PreTrainedTokenizerFast"}

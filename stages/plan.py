@@ -14,7 +14,7 @@ import click
 from pipeline.amounts import amount, duration, figure
 from pipeline.cache.cache import Cache
 from pipeline.config import Config
-from pipeline.errors import UserError, print_error
+from pipeline.errors import print_error
 from pipeline.gpus import GIB
 from pipeline.planning import auto, extent
 from pipeline.planning import predict as predicting
@@ -27,13 +27,12 @@ from pipeline.training.remedies import flags
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for.
+    """The options of the command line.
 
     Attributes:
         gpus: of all nodes together; `gpu`, `gpu_memory`: the card, and memory that is not the card's.
         nodes: None: as `predict.least_nodes`; of CPUs one.
         price: of a GPU hour.
-        phase: of the configuration; its options and, unless `snapshot` is given, its snapshot count.
     """
 
     gpus: int = 1
@@ -42,7 +41,6 @@ class Options:
     nodes: int | None = None
     price: float | None = None
     snapshot: str | None = None
-    phase: str | None = None
     search: bool = False
     as_json: bool = False
 
@@ -56,17 +54,9 @@ def run(config: Config, options: Options) -> int:
     Raises:
         UserError: an unknown card, sizes that do not divide, a snapshot that does not exist.
     """
-    snapshot = options.snapshot
-    if options.phase is not None:
-        config, snapshot = config.of_phase(options.phase), snapshot or config.phase(options.phase).snapshot
-    elif config.phases:
-        raise UserError(
-            f"the configuration has {len(config.phases)} phases: which one?",
-            fix=f"--phase {config.phases[0].name} (of {', '.join(each.name for each in config.phases)})",
-        )
     machine = auto.named(options.gpu, options.gpu_memory, options.gpus, options.nodes)
     predicting.check_precision(config, machine)
-    opened = None if snapshot is None else Cache.of(config).open_snapshot(snapshot)
+    opened = None if options.snapshot is None else Cache.of(config).open_snapshot(options.snapshot)
     for note in () if opened is None else unused_records(config, opened):
         click.echo(note, err=True)
     data = Data.of(config, opened)

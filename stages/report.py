@@ -137,7 +137,7 @@ class _Thumbnails:
     """Pictures of rejects by (source, item). A reject of encoding does not name its source: all are tried."""
 
     def __init__(self, config: Config, cache: Cache):
-        self.photos, self.sources = SourcePictures(config, cache), cache.sources()
+        self.photos, self.sources = SourcePictures(config.data, cache), cache.sources()
 
     def __call__(self, source: str | None, item: str) -> Embedded:
         for name in self.sources if source is None else [source]:

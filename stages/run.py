@@ -23,7 +23,7 @@ import torch
 from pipeline import outputs
 from pipeline.amounts import amount
 from pipeline.cache.cache import Cache
-from pipeline.config import LOCAL_NAME, Config, Given, reads
+from pipeline.config import LOCAL_NAME, Config, Given, PicturesConfig, reads
 from pipeline.options import flat, put, value_at
 from pipeline.processes import INTERRUPTED, beside, call, command, free_memory, shown
 from pipeline.reporting import run_pictures
@@ -98,7 +98,7 @@ def run(
             what = f"was ended by {stopped_by.name};" if stopped_by else f"ended with {code}; when that is mended,"
             click.echo(f"\nstopped: {step} {what} the same command goes on from here", err=True)
             return INTERRUPTED if stopped_by == signal.SIGINT else code
-    for line in best(checkpoint.root_of(config).parent):
+    for line in best(Path(config.train.output)):
         click.echo(line)
     return 0
 
@@ -107,12 +107,12 @@ def run(
 def _decoding(config: Config, options: Sequence[str]) -> Iterator[None]:
     """Decode what a training draws while the block runs, on the CPU with the least priority, if pictures are drawn and
     twice the memory that this takes is free. The training decodes what is left when it has ended."""
-    runs = [config, *(config.of_phase(phase.name) for phase in config.phases)]
-    drawn = [each for each in runs if each.train.pictures is not None and each.train.pictures.decode]
-    needed = max(map(_decoder_bytes, drawn), default=0)
-    if not drawn or free_memory() < 2 * needed:
-        if drawn:
-            click.echo(f"note: pictures are decoded after the training: the decoder takes {amount(needed)} of memory")
+    pictures = config.train.pictures
+    if pictures is None or not pictures.decode:
+        yield
+        return
+    if free_memory() < 2 * (needed := _decoder_bytes(pictures, config.data.resolution)):
+        click.echo(f"note: pictures are decoded after the training: the decoder takes {amount(needed)} of memory")
         yield
         return
     output = config.train.output
@@ -124,16 +124,14 @@ def _decoding(config: Config, options: Sequence[str]) -> Iterator[None]:
             click.echo(f"note: decoding while it trained ended early, the rest is decoded afterwards: {why}", err=True)
 
 
-def _decoder_bytes(config: Config) -> int:
+def _decoder_bytes(pictures: PicturesConfig, resolution: int) -> int:
     """About what decoding a picture on the CPU takes: libraries and weights, and activations by pixel."""
-    pictures = config.train.pictures
-    assert pictures is not None
-    height, width = (side or config.data.resolution for side in (pictures.height, pictures.width))
+    height, width = (side or resolution for side in (pictures.height, pictures.width))
     return _DECODER + _BYTES_PER_PIXEL * height * width
 
 
 def best(output: Path) -> list[str]:
-    """The checkpoint with the lowest held-out loss among those that are left of a run directory (of a phase), for
+    """The checkpoint with the lowest held-out loss among those that are left of a run directory, for
     people, with what it drew; empty: nothing was held out."""
     there = {checkpoint.step_of(path): path for path in checkpoint.complete(output / "checkpoints")}
     chosen = heldout.best(output, there)
@@ -171,7 +169,7 @@ def chain(
 def check_unchanged(config: Config) -> None:
     """Refuse to go on with a run whose data or base weights have changed since it began."""
     output = Path(config.train.output)
-    folder = None if config.phases else checkpoint.newest(output / "checkpoints")
+    folder = checkpoint.newest(output / "checkpoints")
     if folder is not None:
         cache = Cache.of(config)
         changes.refuse(

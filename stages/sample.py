@@ -131,7 +131,7 @@ def run(
             }
             for each, hit in zip(drawn, hits, strict=True)
         ]
-        sheet = publish(config, latents, rows, stored, work, out, SourcePictures(config, cache))
+        sheet = publish(config, latents, rows, stored, work, out, SourcePictures(config.data, cache))
     return Result(sheet, len(drawn), sum(hits))
 
 
@@ -141,9 +141,8 @@ def _trained(config: Config, checkpoint: str, ema: bool) -> tuple[Config, checkp
     stored = checkpoints.ModelTensors(checkpoints.find(config, checkpoint), ema=ema)
     adapter = adapter_from(stored.document.adapter)
     controlled = adapter if adapter is not None and adapter.stays else None
-    given = config.at(stored.folder)
-    trained = checkpoints.as_trained(given, stored.document.config)
-    for line in checkpoints.other_drawing(given, trained):
+    trained = checkpoints.as_trained(config, stored.document.config)
+    for line in checkpoints.other_drawing(config, trained):
         _log(f"note: drawn as {stored.folder} was trained: {line}")
     return trained, stored, controlled
 
@@ -171,7 +170,7 @@ def _first_weights(stored: checkpoints.ModelTensors) -> Mapping[str, Tensor] | N
 def _drawn(
     columns: Mapping[str, Callable[[], Mapping[str, Tensor] | None]], draw: Callable[[str, dict[str, Tensor]], list[T]]
 ) -> dict[str, list[T]]:
-    """What is drawn by the columns that have weights; one model is in memory at a time. draw: (title, weights)."""
+    """Draw the columns that have weights; one model is in memory at a time. draw: (title, weights)."""
     drawn = {}
     for title, read in columns.items():
         if (weights := read()) is not None:
@@ -182,7 +181,7 @@ def _drawn(
 
 
 def likeness(drawn: Sequence[DrawnLatent], hits: Sequence[bool], base: list[DrawnLatent] | None) -> Iterator[str]:
-    """What `draw_latents.nearest` says, for people."""
+    """Say what `draw_latents.nearest` returned, for people."""
     count, right = len(hits), sum(hits)
     before = f"; before the training {sum(draw_latents.nearest(base))}" if base is not None else ""
     if count > 1:
@@ -198,7 +197,7 @@ def likeness(drawn: Sequence[DrawnLatent], hits: Sequence[bool], base: list[Draw
 
 
 def _file(number: int, title: str) -> str:
-    """Of a picture, without its ending."""
+    """Return the file name of a picture, without its ending."""
     return f"{number:04d}" + ("" if title == DRAWN else f"-{title}")
 
 
@@ -456,7 +455,7 @@ def publish(
 
 
 def _device(config: Config) -> torch.device:
-    """Of the transformer."""
+    """Return the device of the transformer."""
     device = resolve_device(config.train.device, log=_log)
     check_compiler(device)
     return device

@@ -72,7 +72,7 @@ def _report(config: Config) -> dict[str, Any]:
 
 
 def _trainings(output: Path) -> Iterator[dict[str, Any]]:
-    """The last rows of the trainings that hold the lock of a run directory: `output` or its phases."""
+    """The last rows of the trainings that hold the lock of a run directory: `output` or folders in it."""
     for lock in [output / "lock.json", *sorted(output.glob("*/lock.json"))]:
         with suppress(OSError):
             if time.time() - lock.stat().st_mtime < SILENT_S:
@@ -124,6 +124,6 @@ def _training_line(row: dict[str, Any]) -> str:
 
 
 def _troubles(counts: dict[str, Any], lost: str) -> str:
-    """What is not 0 of the counts of stores and of the records that are `lost`."""
+    """Return what is not 0 of the counts of stores and of the records that are `lost`."""
     line = "".join(f", {counts[name]:.0f} {name}" for name in (lost, "retries", "evictions") if counts[name])
     return line + (f", {duration(counts['store_wait_s'])} of waiting for stores" if counts["store_wait_s"] else "")

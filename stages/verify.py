@@ -113,7 +113,7 @@ class _Report:
             click.echo(f"{self.cache.files.where(path)}: {outcome}")
 
     def left(self) -> list[Finding]:
-        """What is still wrong."""
+        """Return what is still wrong."""
         late = {finding.path for finding in self.late}
         repaired = {path for path, outcome in self._outcomes.items() if outcome in REPAIRED}
         return [finding for finding in self._findings if finding.path not in late | repaired] + self.late

@@ -55,7 +55,7 @@ def run(
         names = {other: ": ".join(opened.source_item(other)) for other, _ in alike.pictures}
         values["near"] = [{"row": other, "item": names[other], "bits": bits} for other, bits in alike.pictures]
         values["too_little_detail"] = {"this": alike.is_flat, "others": alike.flat}
-    photos = SourcePictures(config, cache)
+    photos = SourcePictures(config.data, cache)
     values["readable"] = photos.data(values["source"], values["item"]) is not None
     rows = [*_rows(values), *((kind, _record(values[kind])) for kind in opened.pictures)]
     if out is not None:
@@ -86,7 +86,7 @@ def run(
 
 
 def _compared(values: dict[str, Any]) -> str:
-    """How many pictures look like this one, and what was not compared."""
+    """Count the pictures that look like this one, and say what was not compared."""
     flat, found = values["too_little_detail"], len(values["near"])
     if flat["this"]:
         return "this picture has too little detail to be compared with others"
@@ -126,7 +126,7 @@ def _rows(values: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _record(record: dict[str, Any]) -> str:
-    """Of a picture: its numbers, if it has them, and its place."""
+    """Describe the record of a picture: its numbers, if it has them, and its place."""
     if "shape" not in record:
         return _place(record)
     return (

@@ -45,7 +45,7 @@ ROOMS = {
     ),
     "sources": (
         ["pipeline/sources/*"],
-        "caption_rules captions documents edges encode encode_sources estimate fuzz links prompts reasons remote scan "
+        "caption_rules captions documents edges encode encode_sources estimate fuzz prompts reasons remote scan "
         "source sources tag_sets urls",
     ),
     "images": (
@@ -79,7 +79,7 @@ ROOMS = {
             "pipeline/models/sampler.py",
         ],
         "checkpoint feeding foreign_checkpoint golden launch lock loss_band memory_modes "
-        "nvlabs_docs nvlabs_recipe objective optimizers phases pipeline_parallel planned_runs planning residual "
+        "nvlabs_docs nvlabs_recipe objective optimizers pipeline_parallel planned_runs planning residual rounds "
         "sampler strategies terminal throughput training training_pictures validation",
     ),
 }

@@ -115,7 +115,7 @@ def test_the_share_may_change_from_run_to_run_and_from_resume_to_resume(tmp_path
     adapter = {"rank": 2, "targets": ["attn2.to_k"]}
     fit_tiny(tiny_run.config(tmp_path / "one", steps=1, adapter=adapter))
     other = {"steps": 2, "adapter": {**adapter, "dropout": 0.5}}
-    fit_tiny(tiny_run.config(tmp_path / "next", phase=1, **other), origin=tmp_path / "one")
+    fit_tiny(tiny_run.config(tmp_path / "next", **other), origin=tmp_path / "one")
     report = fit_tiny(tiny_run.config(tmp_path / "one", **other), resume="auto", log=lines.append)
     assert report.checkpoint is not None
     assert (read_document(report.checkpoint).adapter or {})["dropout"] == 0.5

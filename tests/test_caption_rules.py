@@ -121,15 +121,15 @@ def test_the_number_of_a_folder_of_kohyas_is_no_caption(tmp_path: Path) -> None:
     assert said(tmp_path, caption="folder") == (said_of, {})
 
 
-def test_text_is_put_around_every_caption(tmp_path: Path) -> None:
+def test_text_is_put_before_every_caption(tmp_path: Path) -> None:
     put(tmp_path, a_png="", a_txt="one", a_json={"text": "two"}, b_png="")
-    result, _ = said(tmp_path, caption="none", caption_prefix="sks, ", caption_suffix=" (photo)")
-    assert result == {"a.png": {"sks, one (photo)": 1.0, "sks, two (photo)": 1.0}, "b.png": {"sks,  (photo)": 1.0}}
+    result, _ = said(tmp_path, caption="none", caption_prefix="sks, ")
+    assert result == {"a.png": {"sks, one": 1.0, "sks, two": 1.0}, "b.png": {"sks, ": 1.0}}
 
 
 def test_each_rule_has_an_identity() -> None:
     """It is in the stamps of scanned tars and tables, which are read again under another rule."""
-    ways: list[dict[str, Any]] = [{"caption": "none"}, {"caption_prefix": "x"}, {"caption_suffix": "x"}]
+    ways: list[dict[str, Any]] = [{"caption": "none"}, {"caption_prefix": "x"}, {"caption_parts": "tags"}]
     rules = [CaptionRule(DataConfig(**way)) for way in [{}, *ways]] + [CaptionRule(DataConfig(), raw=True)]
     assert len({rule.identity() for rule in rules}) == 5
 
@@ -153,8 +153,8 @@ def test_nvlabs_folders_have_captions_and_scores_in_files_of_their_suffixes(tmp_
     (tmp_path / "a_notes.json").write_text(json.dumps({"what": "something else"}))
     (tmp_path / "meta_data.json").write_text(json.dumps({"img_names": ["a", "ab"]}))
     weights = {"txt": 1, "vila": 1, "intern": 1}
-    result, rejects = said(tmp_path, caption_weights=weights, score_power=1.0)
-    assert result == {"a.png": {"plain": 0.5, "by InternVL": 1.0}, "ab.png": {"other": 1.0, "of ab": 1.0}}
+    result, rejects = said(tmp_path, caption_weights=weights)
+    assert result == {"a.png": {"plain": 0.5**10, "by InternVL": 1.0}, "ab.png": {"other": 1.0, "of ab": 1.0}}
     assert not rejects
     source = open_source(str(tmp_path), DataConfig(caption_weights=weights))
     list(source.items())
@@ -238,18 +238,18 @@ def test_columns_that_another_process_has_seen_count(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("scores", "threshold", "weights"),
+    ("scores", "weights"),
     [
-        ([30.0, 25.0, 24.9, None], 25.0, [2.0, 2 * (25 / 30) ** 2, 0.0, 0.0]),
-        ([25.0, 20.0], 25.0, [2.0, 0.0]),
-        ([24.0, 24.5, 24.5], 25.0, [0.0, 2.0, 0.0]),
-        ([0.0, 0.0, None], 0.0, [2.0, 2.0, 0.0]),
-        ([0.5, 0.25], 0.0, [2.0, 0.5]),
-        ([None, None], 25.0, [2.0, 2.0]),
+        ([30.0, 25.0, 24.9, None], [2.0, 2 * (25 / 30) ** 10, 0.0, 0.0]),
+        ([25.0, 20.0], [2.0, 0.0]),
+        ([24.0, 24.5, 24.5], [0.0, 2.0, 0.0]),
+        ([0.0, 0.0, None], [2.0, 0.0, 0.0]),
+        ([50.0, 25.0], [2.0, 2 * 0.5**10]),
+        ([None, None], [2.0, 2.0]),
     ],
 )
-def test_scores_decide_the_weights(scores: list[float | None], threshold: float, weights: list[float]) -> None:
-    rule = CaptionRule(DataConfig(score_threshold=threshold, score_power=2.0))
+def test_scores_decide_the_weights(scores: list[float | None], weights: list[float]) -> None:
+    rule = CaptionRule()
     given = [CaptionCandidate(str(i), 2.0, score) for i, score in enumerate(scores)]
     captions, never = rule.weigh(given, "a.png", "s")
     assert dict(captions) == pytest.approx({str(i): weight for i, weight in enumerate(weights) if weight})

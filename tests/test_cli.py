@@ -84,7 +84,7 @@ def test_an_unknown_option_that_ends_an_option_of_the_configuration_is_named(
     assert capsys.readouterr().err.strip().endswith(suggested)
 
 
-@pytest.mark.parametrize("words", ["bucket --lr 1", "demo --steps 3", "train --phases.NAME.steps 3"])
+@pytest.mark.parametrize("words", ["bucket --lr 1", "demo --steps 3", "train --bucket.sources.NAME.weight 3"])
 def test_another_unknown_option_is_refused_without_a_suggestion(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert end(*words.split()) == 2
     printed = capsys.readouterr().err

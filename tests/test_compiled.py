@@ -92,11 +92,9 @@ def test_compiled_code_of_other_operations_is_not_taken_from_the_disk(
 @pytest.mark.slow
 def test_the_configuration_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    where = "pipeline.parallel.parallelize."
-    monkeypatch.setattr(where + "compile_blocks", lambda blocks, backend: compile_blocks(blocks, counter))
-    monkeypatch.setattr(where + "compile_conditions", lambda model, backend: compile_conditions(model, counter))
+    monkeypatch.setattr("pipeline.parallel.parallelize.COMPILE_BACKEND", counter)
     for how, frames in (("none", 0), ("block", 2)):
-        settings = tiny_run.config(layers=1, compile=how, compile_backend="aot_eager")
+        settings = tiny_run.config(layers=1, compile=how)
         with mesh.open_mesh(Launch(), settings.train.parallel, torch.device("cpu")) as device_mesh:
             parallel_model = parallelize(tiny_run.model(settings), device_mesh, settings.train)
             tiny_run.gradients(parallel_model.module, settings, [tiny_run.global_batch(0)])

@@ -172,7 +172,6 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
         ("{compile: block, activation_compression: int8}", "activation_compression to none"),
         ("{compile: whole}", "train.compile"),
         ("{trackers: [tensorboards]}", "train.trackers"),
-        ("{peak_tflops: 0}", "train.peak_tflops"),
     ],
 )
 def test_incompatible_options_are_refused_with_values_that_work(tmp_path: Path, text: str, says: str) -> None:
@@ -297,10 +296,9 @@ def test_a_setting_in_a_message_means_its_value_when_pasted(value: str | None) -
     assert load("tiny", [words[1]]).text.revision == value
 
 
-@pytest.mark.parametrize("option", ["data.caption_prefix", "data.caption_suffix"])
 @pytest.mark.parametrize("value", [" sks, ", "' sks, '", '" sks, "'])
-def test_the_spaces_around_a_caption_are_kept(option: str, value: str) -> None:
-    assert getattr(load("tiny", [f"{option}={value}"]).data, option.partition(".")[2]) == " sks, "
+def test_the_spaces_around_a_prefix_are_kept(value: str) -> None:
+    assert load("tiny", [f"data.caption_prefix={value}"]).data.caption_prefix == " sks, "
     assert load("tiny", ["data.caption= 5 dogs "]).data.caption == "5 dogs"
 
 
@@ -466,7 +464,7 @@ def test_constants_of_the_released_models_of_1_5() -> None:
         assert config.model.weights is not None
         for source in (config.vae, config.text, config.model.weights):
             assert source.id == f"Efficient-Large-Model/SANA1.5_{size}_1024px_diffusers"
-            assert source.variant is None  # one set of weights, bf16
+        assert config.model.weights.variant is None  # one set of weights, bf16
         assert config.model.weights.runs_in == ["bf16", "fp32"]
 
 
@@ -576,7 +574,7 @@ def test_the_page_of_options_is_up_to_date() -> None:
 def test_the_printed_configuration_loads_to_the_same(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = ["train.ema={every: 3}", "bucket.sources={a: {weight: 2}, b: {}}", "data.caption='#: -'", "cache='1'"]
+    overrides = ["train.ema={decay: 0.5}", "bucket.sources={a: {weight: 2}, b: {}}", "data.caption='#: -'", "cache='1'"]
     config, given = load_given(path, overrides)
     assert stages.config.run(config, given) == 0
     printed = capsys.readouterr().out

@@ -302,10 +302,11 @@ def run_settings(folder: Path | str = "unused", **train: Any) -> Config:
 
 
 @pytest.mark.slow
-def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path) -> None:
+def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.parallel.parallelize.COMPILE_BACKEND", "aot_eager")
     losses = []
     for how in ("none", "block"):
-        given = run_settings(tmp_path / how, steps=4, compile=how, compile_backend="aot_eager")
+        given = run_settings(tmp_path / how, steps=4, compile=how)
         fit(given, tiny_run.task(given), Launch(), log=lambda line: None)
         losses.append([row["loss"] for row in metrics.read(tmp_path / how / "metrics.jsonl")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -313,7 +314,7 @@ def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path) -> None:
 
 def test_a_validation_also_has_the_controls_of_other_samples(tmp_path: Path) -> None:
     def validated(name: str, alone: int = 0, **train: Any) -> list[dict[str, Any]]:
-        given = run_settings(tmp_path / name, validation={"every": 40, "levels": 2}, **train)
+        given = run_settings(tmp_path / name, validation={"every": 40}, **train)
         held_out = [(copied(batch), count) for batch, count in tiny_run.held_out(given)]
         held_out += [(copied(held_out[-1][0]), 1)] * alone
         task = tiny_run.task(given, touch=lambda step: copied(tiny_run.global_batch(step)))
@@ -368,7 +369,7 @@ def test_an_export_is_the_trained_part_and_says_how_to_load_it(tmp_path: Path) -
 
 
 def test_a_plan_counts_base_and_controlnet() -> None:
-    train = TrainConfig.model_validate({"controlnet": {"layers": 2}, "compile": "none", "residual": "fp32"})
+    train = TrainConfig.model_validate({"controlnet": {"layers": 2}, "compile": "none"})
     train = train.model_copy(update={"microbatch": 2, "activation_checkpointing": "full"})
     count = {name: math.prod(shape) for name, shape in BASE.shapes().items()}
     added = sum(math.prod(shape) for shape in BASE.controlnet(2).shapes().values())
@@ -387,7 +388,7 @@ def test_edges_go_from_the_cache_to_an_export(
     pytest.importorskip("cv2")
     options = ["data.pictures.control.made=canny", "train.controlnet={control_drop: 0.2}", "train.steps=2"]
     options += ["train.device=cpu", "train.precision=fp32", "train.compile=none", "train.ema={}", "train.log_every=1"]
-    options += ["bucket.heldout=0.3", "train.validation={levels: 2}", "train.optim.warmup_steps=0"]
+    options += ["bucket.heldout=0.3", "train.validation={}", "train.optim.warmup_steps=0"]
     config = make_config(tmp_path, *options)
     assert stages.encode.run(config, str(photos))["images"] == 0, "only the controls are made"
     stages.bucket.run(config)

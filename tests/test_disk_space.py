@@ -21,7 +21,7 @@ from pipeline.cache import index
 from pipeline.cache.cache import Cache, Unit
 from pipeline.cache.disk import cache_errors
 from pipeline.cache.files import Files
-from pipeline.config import Config, EncodeConfig
+from pipeline.config import Config
 from pipeline.encoding import estimate, unit_encoder
 from pipeline.errors import CacheError, NoSpaceError
 from pipeline.work import claims, disk_space, engine, ray_engine
@@ -29,7 +29,6 @@ from pipeline.work.disk_space import DiskSpace
 from pipeline.work.progress import Progress
 from pipeline.work.stop import Stop, Stopped
 from tests.support.empty_units import Maker, claimed, planned
-from tests.support.messages import naming
 from tests.support.trees import files
 
 MakeConfig = Callable[..., Config]
@@ -56,13 +55,13 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return readings
 
 
-def space_of(cache: Cache, sleep: Callable[[float], None] = time.sleep, **values: float) -> DiskSpace:
+def space_of(
+    cache: Cache, sleep: Callable[[float], None] = time.sleep, reserve: int = 0, wait_s: float = 30
+) -> DiskSpace:
     """Units need 1000 bytes each."""
-    return DiskSpace(cache, settings(**values), lambda plan, unit: 1000, sleep)
-
-
-def settings(**values: float) -> EncodeConfig:
-    return EncodeConfig(**{"min_free_gib": 0.0, "low_disk_wait_s": 30.0, **values})  # type: ignore[arg-type]
+    space = DiskSpace(cache, lambda plan, unit: 1000, sleep)
+    space.reserve, space.wait_s = reserve, wait_s
+    return space
 
 
 def run(maker: Any, work: engine.Work, space: DiskSpace, stop: Stop | None = None) -> tuple[tuple[int, int], Progress]:
@@ -91,11 +90,11 @@ def test_it_pauses_without_a_claim_says_so_once_and_goes_on(
 
 
 def test_the_reserve_counts(cache: Cache, todo: engine.Work, free: list[int]) -> None:
-    space = space_of(cache, min_free_gib=1.0)
+    space = DiskSpace(cache, lambda plan, unit: 1000)
     free[:] = [2**30 + 1000]
     space.check(*todo[0])
     free[:] = [2**30 + 999]
-    with pytest.raises(NoSpaceError, match=naming("encode.min_free_gib")):
+    with pytest.raises(NoSpaceError, match="in reserve"):
         space.check(*todo[0])
 
 
@@ -105,8 +104,8 @@ def test_after_the_wait_it_is_an_error_for_people(
 ) -> None:
     free[:] = [MUCH, 0]
     maker = Maker(cache)
-    with pytest.raises(NoSpaceError, match=naming("encode.min_free_gib")) as caught:
-        run(maker, todo, space_of(cache, low_disk_wait_s=wait_s))
+    with pytest.raises(NoSpaceError, match="in reserve") as caught:
+        run(maker, todo, space_of(cache, wait_s=wait_s))
     assert caught.value.exit_code == 6
     assert len(maker.done) == 1
     assert claimed(cache) == []
@@ -132,14 +131,14 @@ def test_a_pause_looks_again_until_its_time_is_up(
 
     monkeypatch.setattr(disk_space, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(disk_space, "POLL_S", 5.0)
-    space = space_of(cache, sleep, low_disk_wait_s=12.0, min_free_gib=2 / 1024)
+    space = space_of(cache, sleep, 2 << 20, 12.0)
     first, unit = NoSpaceError("first"), todo[0]
     free[:] = [3 << 20, 0, 3 << 20]
     space.wait(*unit, first)
     assert slept == [5.0, 5.0]
     now[0] += 1
     free[:] = [0]
-    with pytest.raises(NoSpaceError, match=naming("encode.min_free_gib")):
+    with pytest.raises(NoSpaceError, match="in reserve"):
         space.wait(*unit, first)
     assert slept == [5.0, 5.0, 1.0]
     with pytest.raises(NoSpaceError) as caught:
@@ -160,7 +159,7 @@ def test_a_unit_of_no_known_size_still_tries_a_byte(
 ) -> None:
     asked = []
     monkeypatch.setattr(os, "posix_fallocate", lambda file, start, size: asked.append((start, size)))
-    DiskSpace(cache, settings(), lambda plan, unit: 0, lambda seconds: None).wait(*todo[0], NoSpaceError("full"))
+    DiskSpace(cache, lambda plan, unit: 0, lambda seconds: None).wait(*todo[0], NoSpaceError("full"))
     assert asked == [(0, 1)]
 
 
@@ -170,7 +169,7 @@ def test_a_signal_ends_the_pause(cache: Cache, todo: engine.Work, free: list[int
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
     with pytest.raises(Stopped), stop.signals():
         timer.start()  # here the signal is caught, however late this process goes on
-        run(Maker(cache), todo, space_of(cache, stop.sleep, low_disk_wait_s=600), stop)
+        run(Maker(cache), todo, space_of(cache, stop.sleep, wait_s=600), stop)
     timer.join()
     assert claimed(cache) == []
 
@@ -222,7 +221,7 @@ def test_a_disk_that_fills_again_and_again_is_given_up(cache: Cache, todo: engin
         raise NoSpaceError("full again")
 
     with pytest.raises(NoSpaceError, match="full again"):
-        run(Maker(cache, hook), todo, space_of(cache, low_disk_wait_s=0.5))
+        run(Maker(cache, hook), todo, space_of(cache, wait_s=0.5))
     assert len(tries) > 1
 
 
@@ -253,11 +252,12 @@ def test_a_real_run_waits_and_its_bytes_are_the_same(
     tmp_path: Path,
     free: list[int],
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    low = make_config(tmp_path, "encode.low_disk_wait_s=0")
     free[:] = [MUCH, 0]
-    with pytest.raises(NoSpaceError):
-        stages.encode.run(low, data=str(photos))
+    with monkeypatch.context() as patch, pytest.raises(NoSpaceError):
+        patch.setattr(disk_space, "WAIT_S", 0.0)
+        stages.encode.run(make_config(tmp_path), data=str(photos))
     assert len(list((tmp_path / "cache").glob("shards/*/*/*"))) == 1
     assert list((tmp_path / "cache" / "tmp").iterdir()) == []
     free[:] = [0, 0, 0, 0, MUCH]
@@ -269,19 +269,24 @@ def test_a_real_run_waits_and_its_bytes_are_the_same(
 
 
 def test_a_ray_task_waits_too(
-    photos: Path, make_config: MakeConfig, tmp_path: Path, free: list[int], capsys: pytest.CaptureFixture[str]
+    photos: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    free: list[int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = make_config(tmp_path, "encode.low_disk_wait_s=0")
+    config = make_config(tmp_path)
+    monkeypatch.setattr(disk_space, "WAIT_S", 0.0)
     free[:] = [0]
     with pytest.raises(NoSpaceError):
         stages.encode.run(config, data=str(photos))
-    waiting = make_config(tmp_path)
     cache = Cache(config.cache)
     recipe = cache.recipes("text")[0].name
     [plan] = cache.plans(recipe)
 
-    def task(of: Config) -> ray_engine.Done:
-        text = of.model_dump_json()
+    def task() -> ray_engine.Done:
+        text = config.model_dump_json()
         order = ray_engine.WorkerSettings(text, str(tmp_path), __version__, partial(unit_encoder.build, text, (), ()))
         before = Path.cwd()
         try:
@@ -291,12 +296,13 @@ def test_a_ray_task_waits_too(
             ray_engine.makers.clear()
 
     with pytest.raises(NoSpaceError) as caught:
-        task(config)
+        task()
     assert caught.value.exit_code == 6
     assert not engine.is_done(cache, plan, plan.units[-1])
     free[:] = [0, 0, 0, MUCH]
     capsys.readouterr()
-    done = task(waiting)
+    monkeypatch.setattr(disk_space, "WAIT_S", 30.0)
+    done = task()
     err = capsys.readouterr().err
     assert (err.count("paused:"), err.count("there is space again")) == (1, 1)
     assert done.records == plan.units[-1].count

@@ -128,7 +128,7 @@ def test_a_mistake_is_printed_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "code"), [("user", 2), ("defect", 1)])
 def test_an_error_of_one_process_is_printed_once_and_ends_the_others_soon(tmp_path: Path, kind: str, code: int) -> None:
-    """Without a launcher that would end them. `train.parallel.timeout_s` is a minute here."""
+    """Without a launcher that would end them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -32,7 +32,7 @@ from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import join, selection
 from pipeline.snapshots.filters import Filter
 from pipeline.snapshots.join import ENCODE, Frame, Joined, Resolution, usable, without_policy
-from pipeline.sources import sidecars, tars
+from pipeline.sources import caption_columns, sidecars, tars
 from pipeline.sources.caption_columns import MAX_COLUMNS, CaptionCandidate, CaptionRule
 from pipeline.sources.folder import FolderSource
 from pipeline.sources.reject_kinds import EXAMPLES, Kinds
@@ -42,15 +42,14 @@ from tests.support.messages import naming
 from tests.support.source_files import listed, make_tar, opened
 from tests.support.synthetic import LATENT, TABLE, Picture, add, config, pictures, text_recipe
 
-SCORED = DataConfig(caption_scores={"text": "score"}, score_threshold=25.0)
-RULE = CaptionRule(SCORED)
+RULE = CaptionRule(DataConfig(caption_scores={"text": "score"}))
 
 
 # ---------------------------------------------------------------- captions and their scores
 
 
-def drawn(*scored: tuple[str, float | None], rule: CaptionRule = RULE) -> dict[str, float]:
-    return dict(rule.weigh([CaptionCandidate(text, 1.0, score) for text, score in scored], "a.png", "s")[0])
+def drawn(*scored: tuple[str, float | None]) -> dict[str, float]:
+    return dict(RULE.weigh([CaptionCandidate(text, 1.0, score) for text, score in scored], "a.png", "s")[0])
 
 
 def test_a_score_at_the_threshold_passes_it() -> None:
@@ -59,10 +58,11 @@ def test_a_score_at_the_threshold_passes_it() -> None:
     assert drawn(("best", 24.0), ("equal", 24.0), ("worse", 23.0)) == {"best": 1.0}, "the first of equals, alone"
 
 
-def test_scores_of_zero_and_below_and_equal_texts() -> None:
-    rule = CaptionRule(SCORED.model_copy(update={"score_threshold": 0.0}))
-    assert drawn(("a", 0.0), ("b", 0.0), rule=rule) == {"a": 1.0, "b": 1.0}
-    assert rule.read({"text": ["a"], "score": [-3]}).candidates == [CaptionCandidate("a", 1.0, 0.0)]
+def test_scores_of_zero_and_below_and_equal_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drawn(("a", 0.0), ("b", 0.0)) == {"a": 1.0}
+    monkeypatch.setattr(caption_columns, "SCORE_THRESHOLD", 0.0)
+    assert drawn(("a", 0.0), ("b", 0.0)) == {"a": 1.0, "b": 1.0}
+    assert RULE.read({"text": ["a"], "score": [-3]}).candidates == [CaptionCandidate("a", 1.0, 0.0)]
     plain = CaptionRule()
     for weights in ((1.0, 3.0), (3.0, 1.0)):
         assert plain.weigh([CaptionCandidate("same", weight) for weight in weights], "a.png", "s")[0] == (

@@ -17,6 +17,7 @@ import pytest
 
 from pipeline.training import checkpoint, metrics
 from tests.support.checkpoints import load_model_state
+from tests.support.constants import set_constants
 from tests.support.launched import children
 from tests.support.workers import tiny_run
 from tests.support.workers.mortal_run import STEPS
@@ -31,13 +32,11 @@ def torchrun(
     *options: str,
     deaths: list[list[float]] | None = None,
     name: str = "log",
-    train: dict[str, Any] | None = None,
     **variables: str,
 ) -> subprocess.Popen[bytes]:
     """Start torchrun on `mortal_run` in `folder`; what it prints is in `folder`/name."""
     command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1", *options]
     command += ["-m", "tests.support.workers.mortal_run", str(folder / "run"), json.dumps(deaths or [])]
-    command += [json.dumps(train)] if train else []
     environ = {**tiny_run.environ(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **variables}
     with (folder / name).open("w") as log:
         return subprocess.Popen(
@@ -95,7 +94,10 @@ def test_a_killed_process_is_restarted_and_nothing_else_changes(
     assert not checkpoint.leftovers(tmp_path / "run/checkpoints")
 
 
-def test_a_process_that_hangs_ends_the_others_and_all_are_restarted(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_process_that_hangs_ends_the_others_and_all_are_restarted(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_constants(monkeypatch, {"pipeline.parallel.mesh.WAIT_S": 14})
     began = time.monotonic()
     process = torchrun(
         tmp_path,
@@ -103,7 +105,6 @@ def test_a_process_that_hangs_ends_the_others_and_all_are_restarted(undisturbed:
         "--max-restarts",
         "1",
         deaths=[[5, 1, -1]],
-        train={"parallel": {"timeout_s": 15}},
         TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1",
     )
     ended(process, tmp_path / "log")

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from pipeline.config import Config, dump
+from tests.support.constants import set_constants
 from tests.support.forked import Forked
 from tests.support.trees import files
 
@@ -104,8 +105,9 @@ def test_a_stopped_process_that_wakes_late_changes_nothing(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 208 KiB."""
+def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file system of 208 KiB, of which nothing stays free."""
+    set_constants(monkeypatch, {"pipeline.work.disk_space.RESERVE": 0})
     small = tmp_path / "small"
     small.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=208k", "tmpfs", str(small)], capture_output=True)
@@ -147,10 +149,16 @@ def wait_for(condition: Callable[[], bool], process: Forked) -> None:
 
 @pytest.mark.fault
 def test_a_full_disk_is_an_error_for_people_and_continues(
-    photos: Path, make_config: MakeConfig, tmp_path: Path, undisturbed: tuple[dict[str, bytes], float], small_disk: Path
+    photos: Path,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    undisturbed: tuple[dict[str, bytes], float],
+    small_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache = small_disk / "cache"
-    config = make_config(tmp_path, *UNITS, f"cache={cache}", "encode.min_free_gib=0", "encode.low_disk_wait_s=0")
+    config = make_config(tmp_path, *UNITS, f"cache={cache}")
+    set_constants(monkeypatch, {"pipeline.work.disk_space.WAIT_S": 0.0})
     refused(encode(config, tmp_path, photos), 6, "continues")
     nothing_half(cache, undisturbed[0])
     remount(small_disk, "size=64m")
@@ -165,7 +173,7 @@ def test_a_full_disk_pauses_it_and_more_room_lets_it_go_on(
 ) -> None:
     """One process from beginning to end; while it waits it holds no claim and a signal ends it cleanly."""
     cache = small_disk / "cache"
-    config = make_config(tmp_path, *UNITS, f"cache={cache}", "encode.min_free_gib=0")
+    config = make_config(tmp_path, *UNITS, f"cache={cache}")
     log = tmp_path / "log"
 
     def start() -> Forked:
@@ -196,7 +204,7 @@ def test_a_read_only_file_system_is_an_error_for_people_and_continues(
 ) -> None:
     cache = small_disk / "cache"
     remount(small_disk, "size=64m")
-    config = make_config(tmp_path, *UNITS, f"cache={cache}", "encode.min_free_gib=0")
+    config = make_config(tmp_path, *UNITS, f"cache={cache}")
     remount(small_disk, "ro")
     refused(encode(config, tmp_path, photos), 3, "Read-only file system")
     remount(small_disk, "rw")

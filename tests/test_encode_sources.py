@@ -41,19 +41,9 @@ MakeConfig = Callable[..., Config]
 COUNT = 8
 
 
-@pytest.fixture
-def make_config(make_config: MakeConfig) -> MakeConfig:
-    """Configurations that allow the servers of this machine."""
-
-    def make(folder: Path, *overrides: str) -> Config:
-        return make_config(folder, "data.allow_links=private", *overrides)
-
-    return make
-
-
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """folder/, tars/, set.parquet, list.jsonl; links.parquet and links.csv of a server."""
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """folder/, tars/, set.parquet, list.jsonl."""
     root = tmp_path_factory.mktemp("pictures")
     (root / "folder").mkdir()
     (root / "tars").mkdir()
@@ -73,12 +63,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     images = [{"bytes": (root / row["file_name"]).read_bytes(), "path": row["file_name"]} for row in rows]
     table = pa.table({"image": images, "text": [row["text"] for row in rows]})
     pq.write_table(table, root / "set.parquet", row_group_size=3)
-    for server in serve(root, True):
-        urls = [f"{server.url}/{row['file_name']}" for row in rows]
-        pq.write_table(pa.table({"url": urls, "text": table["text"]}), root / "links.parquet", row_group_size=3)
-        lines = [f"{url},{row['text']}\n" for url, row in zip(urls, rows, strict=True)]
-        (root / "links.csv").write_text("".join(["url,text\n", *lines]))
-        yield root
+    return root
 
 
 def members(cache: Path) -> dict[str, bytes]:
@@ -118,9 +103,7 @@ def planned_by_another(config: Config, data: str, monkeypatch: pytest.MonkeyPatc
         yield results
 
 
-@pytest.mark.parametrize(
-    "data", first_quick("folder", "tars", "set.parquet", "list.jsonl", "links.parquet", "links.csv")
-)
+@pytest.mark.parametrize("data", first_quick("folder", "tars", "set.parquet", "list.jsonl"))
 def test_a_process_encodes_what_another_one_planned(
     data: str, pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +216,7 @@ def test_rejects_of_another_process_are_reported_alike(
 
 def test_every_kind_of_source_makes_the_same_records(pictures: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     truth: dict[str, bytes] = {}
-    for data in ("folder", "tars/{0..1}.tar", "set.parquet", "list.jsonl", "links.parquet", "links.csv"):
+    for data in ("folder", "tars/{0..1}.tar", "set.parquet", "list.jsonl"):
         config = make_config(tmp_path / data.partition("/")[0])
         done = stages.encode.run(config, data=str(pictures / data))
         assert (done["images"], done["captions"], done["rejects"]) == (COUNT, COUNT + 1, 0)
@@ -323,7 +306,7 @@ def test_an_unchanged_tar_is_not_listed_again_and_its_bytes_are_found(
     assert (done["images"], done["captions"], listed) == (1, 1, ["1.tar"])
     # another rule for captions lists all of them again, and reads no picture
     monkeypatch.setattr(TarSource, "read", lambda self, key: 1 / 0)
-    other = config.model_copy(update={"data": config.data.model_copy(update={"score_threshold": 1.0})})
+    other = config.model_copy(update={"data": config.data.model_copy(update={"caption_prefix": "x"})})
     listed.clear()
     assert stages.encode.run(other, data=str(tars))["images"] == 0
     assert listed == ["0.tar", "1.tar"]
@@ -357,7 +340,7 @@ def test_a_member_that_changed_since_the_scan_is_reported_and_mended(
 def test_a_source_is_opened_again_for_reading_without_listing(
     pictures: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    for data in ("folder", "tars", "set.parquet", "list.jsonl", "links.parquet", "links.csv"):
+    for data in ("folder", "tars", "set.parquet", "list.jsonl"):
         config = make_config(tmp_path / data)
         stages.encode.run(config, data=str(pictures / data), source_name="own")
         cache = Cache(config.cache)

@@ -281,7 +281,7 @@ def test_what_a_full_disk_undid_is_not_counted(cache: Cache, todo: engine.Work) 
             failed.add(unit.unit)
             raise NoSpaceError("full")
 
-    space = DiskSpace(cache, EncodeConfig(min_free_gib=0.0), lambda plan, unit: 1, lambda seconds: None)
+    space = DiskSpace(cache, lambda plan, unit: 1, lambda seconds: None)
     worker, bar = engine.Worker(Claims(cache.files, 60), Stop(0), 1, 3), Progress("units", 0)
     engine.make_units(Maker(cache, hook), todo, worker, bar, space)
     assert len(failed) == 8, "of its share, and of the others"
@@ -731,7 +731,7 @@ class MeteredMaker(Maker):
         return replace(commit, records=3, rejects=(index.RecordReject("0" * 32, "a.png", "bad"),))
 
     def disk_space(self) -> DiskSpace:
-        return DiskSpace(self.cache, EncodeConfig(min_free_gib=0.0), lambda plan, unit: plan.number + unit.count)
+        return DiskSpace(self.cache, lambda plan, unit: plan.number + unit.count)
 
 
 @pytest.fixture
@@ -788,7 +788,6 @@ def test_ray_tasks_are_handed_out_a_few_ahead_and_counted(
         ({}, {"GPU": 0}, (1.0, 0.0)),
         ({"device": "auto"}, {"GPU": 1}, (1.0, 1.0)),
         ({"device": "cpu"}, {"GPU": 1}, (1.0, 0.0)),
-        ({"ray": {"gpus": 0.5, "cpus": 3}}, {"GPU": 1}, (3.0, 0.5)),
     ],
 )
 def test_what_a_ray_task_needs(
@@ -810,10 +809,10 @@ def test_how_many_ray_tasks_run_at_once(cache: Cache, ray: FakeRay) -> None:
 def test_without_a_node_ray_waits_and_says_so_once(
     cache: Cache, todo: engine.Work, ray: FakeRay, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ray.slots = []
-    assert cluster_of(cache, ray={"gpus": 2}).run(todo, Progress("units", 0)) == 24
+    ray.slots, ray.resources = [], {"GPU": 8}
+    assert cluster_of(cache).run(todo, Progress("units", 0)) == 24
     assert ray.most == 2
-    assert capsys.readouterr().out.count("no node of the Ray cluster has 1 CPUS and 2 GPUS yet") == 1
+    assert capsys.readouterr().out.count("no node of the Ray cluster has 1 CPUS and 1 GPUS yet") == 1
 
 
 def test_errors_of_ray_tasks(cache: Cache, todo: engine.Work, ray: FakeRay) -> None:

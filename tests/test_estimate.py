@@ -31,12 +31,13 @@ from pipeline.errors import CacheError, NoSpaceError, RejectRateError, UserError
 from pipeline.images import buckets
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder, count_rows
-from pipeline.signals import recipes
+from pipeline.signals import Encoders, recipes
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.phash import RULE, HashRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules
 from pipeline.sources.folder import FolderSource
+from pipeline.work import disk_space
 from pipeline.work.engine import missing_units
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
@@ -266,7 +267,7 @@ def test_a_batch_that_would_take_too_long_is_measured_by_one_picture(
             clock[0] += cost * len(pictures)
 
     config = make_config(tmp_path)
-    latent = recipes(config)[0]
+    latent = recipes(Encoders(config.vae, config.text), config.data, config.encode)[0]
     folder = FolderSource(source, "text")
     items = [item.place for item in folder.items()]
     decoded: list[float] = []
@@ -284,16 +285,18 @@ def test_a_disk_that_is_too_small_is_reported_and_ends_with_6(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = make_config(tmp_path, "encode.min_free_gib=0")
+    config = make_config(tmp_path)
     need = dry(config, source, capsys, probe=False)["bytes"]["total"]
+    monkeypatch.setattr(disk_space, "RESERVE", 0)
     monkeypatch.setattr(Files, "free_bytes", lambda files: need)
     assert stages.encode.dry_run(config, data=str(source), probe=False) == 0
     monkeypatch.setattr(Files, "free_bytes", lambda files: need - 1)
     capsys.readouterr()
     assert stages.encode.dry_run(config, data=str(source), probe=False) == NoSpaceError.exit_code == 6
     assert "NOT ENOUGH" in capsys.readouterr().out
+    monkeypatch.setattr(disk_space, "RESERVE", 2**30)
     monkeypatch.setattr(Files, "free_bytes", lambda files: need + 2**30 - 1)  # the reserve counts
-    assert stages.encode.dry_run(make_config(tmp_path, "encode.min_free_gib=1"), data=str(source), probe=False) == 6
+    assert stages.encode.dry_run(config, data=str(source), probe=False) == 6
 
 
 def test_a_folder_that_can_be_no_cache_is_refused(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:

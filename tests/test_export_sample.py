@@ -320,29 +320,6 @@ def test_best_takes_the_checkpoint_with_the_lowest_heldout_loss(trained: Trained
         export.run(config, "auto", tmp_path / "newest", form="nvlabs")
 
 
-def test_a_checkpoint_of_a_phase_is_read_with_the_options_of_its_phase(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    phase = "{name: run, snapshot: latest, set: {train.flow.shift: 3.0}}"
-    config = changed(
-        trained.config, tmp_path, f"train.output={trained.root}", "train.flow.shift=4.0", f"phases=[{phase}]"
-    )
-    export.run(config, "auto", tmp_path / "export", form="nvlabs")
-    shifts: list[float] = []
-
-    def seen(config: Config, *_: Any) -> Any:
-        shifts.append(config.train.flow.shift)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(draw_latents, "draw_for", seen)
-    monkeypatch.setattr(encoder_process, "encode_prompts", seen)
-    with pytest.raises(KeyboardInterrupt):
-        sample.run(config, "auto", None, tmp_path / "samples")
-    with pytest.raises(KeyboardInterrupt):
-        sample.run_prompts(config, "auto", ["a cube"], tmp_path / "samples")
-    assert shifts == [3.0, 3.0]
-
-
 def test_an_export_is_on_the_disk_before_it_takes_its_name(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -700,7 +677,7 @@ def test_new_prompts_are_drawn_as_in_training(
         captions[1:],
         from_bits(null[:valid]).float(),
         sampling.prompt_noise(PROMPTS[1:2], tuple(drawn[1].shape), trained.config.sample.seed),
-        replace(sampling.Sampling.of(trained.config), steps=2),
+        replace(sampling.Sampling.of(trained.config.sample, trained.config.train.flow.shift), steps=2),
     )
     torch.testing.assert_close(drawn[1], alone[0], rtol=1e-4, atol=1e-4)
 
@@ -815,7 +792,7 @@ def test_a_picture_that_cannot_be_had_leaves_a_gap(
     monkeypatch.setattr(reading, "reopen", lambda *_: source)
     places = pa.table({"item": ["a.png"], "part": [None], "where": [None], "digest": [None]})
     cache = Mock(**{"table.return_value": places, "last_scan.return_value": {"table": ""}})
-    photos = reading.SourcePictures(trained.config, cache)
+    photos = reading.SourcePictures(trained.config.data, cache)
     assert [photos.cropped("photos", "a.png", (48, 80)) for _ in range(2)] == [None, None]
     assert source.read.call_count == asked
 

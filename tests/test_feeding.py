@@ -20,6 +20,7 @@ from pipeline.cache.cache import Cache
 from pipeline.config import load
 from pipeline.errors import AwayError, RejectRateError
 from pipeline.launch import Launch
+from pipeline.parallel import mesh
 from pipeline.signals.latent import LatentRecipe
 from pipeline.training import checkpoint, feeding, metrics
 from pipeline.training.trainer import fit
@@ -189,9 +190,19 @@ def test_a_process_is_waited_for_as_long_as_it_may_wait_for_its_data(monkeypatch
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(feeding.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(feeding.dist, "new_group", lambda **options: made.append(options))
-    config = tiny_run.config(parallel={"timeout_s": 60}).model_copy(update={"patience_s": 300.0})
+    config = tiny_run.config().model_copy(update={"patience_s": 40.0})
     feeding.Feed(iter(()), lambda: 0, config, print)
-    assert made == [{"backend": "gloo", "timeout": timedelta(seconds=360)}]
+    assert made == [{"backend": "gloo", "timeout": timedelta(seconds=380)}]
+
+
+def test_processes_wait_for_each_other_by_the_patience_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(mesh, "wait", lambda patience_s: asked.append(patience_s) or timedelta(seconds=60))
+    config = tiny_run.config(tmp_path / "run", steps=1, layers=1).model_copy(update={"patience_s": 40.0})
+    fit(config, tiny_run.task(config), Launch(), log=lambda line: None)
+    assert asked == [40.0]
 
 
 @pytest.mark.dist

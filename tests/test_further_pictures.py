@@ -42,6 +42,7 @@ from pipeline.models.frozen import from_bits
 from pipeline.reporting import sample_view
 from pipeline.reporting.further_figures import further_figures
 from pipeline.reporting.source_pictures import SourcePictures
+from pipeline.signals import Encoders
 from pipeline.signals.control import ControlRecipe
 from pipeline.signals.mask import MaskRecipe
 from pipeline.training.inputs import find_inputs
@@ -348,7 +349,7 @@ def test_a_sample_may_lack_a_picture_that_is_not_required(
         "control": 1,
         "mask": 2,
     }
-    photos = SourcePictures(config, Cache.of(config))
+    photos = SourcePictures(config.data, Cache.of(config))
     [source] = Cache.of(config).sources()
     recipe = Cache.of(config).open_snapshot().recipe(MaskRecipe)
     white, black = (photos.further(source, "00.png", each, (64, 64)) for each in (recipe, ControlRecipe()))
@@ -544,7 +545,7 @@ def test_edges_need_opencv(make_config: MakeConfig, tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "cv2", None)
     config = configured(make_config, tmp_path, "data.pictures.control.made=canny")
     with pytest.raises(UserError, match="needs OpenCV") as error:
-        ControlRecipe.wanted(config)
+        ControlRecipe.wanted(Encoders(config.vae, config.text), config.data, config.encode)
     assert "sana-pipe[control]" in str(error.value.fix)
 
 
@@ -627,7 +628,7 @@ def test_the_report_counts_and_shows_further_pictures(
     assert [shown.count(name) for name in ("picture", "control", "mask")] == [len(SIDES)] * 3
     stages.report.run(config, tmp_path / "page.html", pictures=False)
     assert not alts(tmp_path / "page.html") and "Further pictures" in (tmp_path / "page.html").read_text()
-    row, photos = snapshot.source_item(0), SourcePictures(config, Cache.of(config))
+    row, photos = snapshot.source_item(0), SourcePictures(config.data, Cache.of(config))
     recipe, bucket = snapshot.recipe(ControlRecipe), snapshot.buckets[0]
     control = photos.further(*row, recipe, (bucket.height, bucket.width))
     expected = samples.controls[samples.names.index(Path(row[1]).stem)]

@@ -347,18 +347,18 @@ from pipeline.errors import UserError
 from pipeline.launch import detect
 from pipeline.parallel import mesh
 
-launch = mesh.reopening(detect(), 60)
+launch = mesh.reopening(detect(), 0)
 def lacking(): raise UserError("the GPU of this machine cannot be used", found="a driver that is too old")
 first = launch.is_main
 mesh.dist.init_process_group = lambda *args, **more: sys.exit("a group was made")
 mesh.torch.cuda.set_device = lambda device: None
-def agree(kind): mesh.agreed_device(launch, 60, lambda: torch.device(kind))
+def agree(kind): mesh.agreed_device(launch, 0, lambda: torch.device(kind))
 def open(kind):
     with mesh.open_mesh(launch, ParallelConfig(dp_shard=2), torch.device(kind)): pass
 for act in (
     lambda: agree("cuda" if first else "cpu"),
     lambda: open("cpu" if first else "cuda"),
-    lambda: mesh.agreed_device(launch, 60, (lambda: torch.device("cuda")) if first else lacking),
+    lambda: mesh.agreed_device(launch, 0, (lambda: torch.device("cuda")) if first else lacking),
 ):
     try:
         act()
@@ -411,7 +411,7 @@ def test_training_in_fp32_is_fp32_unless_tf32_is_allowed(tmp_path: Path, tf32: C
 def test_encoders_and_the_decoder_are_exact_and_sampling_follows_the_training(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tf32: Callable[[], tuple[bool, bool]]
 ) -> None:
-    unit_encoder.device(tiny_run.config())
+    unit_encoder.device(tiny_run.config().encode.device)
     assert tf32() == (False, False)
 
     def missing(*args: object) -> None:
@@ -514,12 +514,13 @@ def test_a_process_that_waits_for_others_says_where_and_by_which_variable(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(mesh, "WAITING_S", 0.1)
+    monkeypatch.setattr(mesh, "WAIT_S", 1)
     launch = detect(environ)
     if reopened:
-        launch = mesh.reopening(launch, 1)
+        launch = mesh.reopening(launch, 0)
     place = f"localhost:{environ['MASTER_PORT']}"
     with pytest.raises(UserError, match=naming(place, *named)):
-        with mesh.open_mesh(launch, ParallelConfig(timeout_s=1, dp_shard=-1), torch.device("cpu")):
+        with mesh.open_mesh(launch, ParallelConfig(dp_shard=-1), torch.device("cpu")):
             pass
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(naming(place, *named), line), line
@@ -531,8 +532,9 @@ def test_a_port_in_use_is_named_with_the_way_to_another(monkeypatch: pytest.Monk
         environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
+        monkeypatch.setattr(mesh, "WAIT_S", 5)
         with pytest.raises(UserError, match=naming(f"localhost:{port}", "--master-port", "MASTER_PORT")):
-            with mesh.open_mesh(detect(environ), ParallelConfig(timeout_s=5), torch.device("cpu")):
+            with mesh.open_mesh(detect(environ), ParallelConfig(), torch.device("cpu")):
                 pass
 
 

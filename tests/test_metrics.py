@@ -1,4 +1,4 @@
-"""Metrics of `encode` and `train` in one form: rows, trackers, textfiles; and `status`, which shows them."""
+"""Metrics of `encode` and `train` in one form: rows, textfiles; and `status`, which shows them."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ def bar(monkeypatch: pytest.MonkeyPatch) -> Progress:
 
 
 def encoder_rows(config: Config, folder: Path, said: list[str]) -> ProgressRows:
-    return ProgressRows(config, folder, "cache", "photos", 2, 8, said.append)
+    return ProgressRows(config.metrics.textfile, folder, "cache", "photos", 2, 8, said.append)
 
 
 def after_a_row(folder: Path) -> None:
@@ -410,45 +410,6 @@ def test_what_cannot_be_written_ends_no_encoding(
         bar.add(3)
     metrics_of.close()
     assert len(said) == 1 and "reports" in said[0]
-
-
-def test_trackers_of_encode_get_its_rows_and_never_end_it(
-    photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    from accelerate.tracking import TensorBoardTracker
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config = make_config(tmp_path, *UNITS, "encode.trackers=[tensorboard]")
-    stages.encode.run(config, data=str(photos))
-    [folder] = Path(config.cache).glob("reports/encode-photos-*/tensorboard")
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    [encoded] = written(config.cache).values()
-    for noun in ("captions", "images"):
-        last = [row for row in encoded if row["noun"] == noun][-1]
-        assert events.Scalars(f"encode/{noun}/bytes")[-1].value == pytest.approx(last["bytes"])
-
-    def broken(self: Any, *given: Any, **named: Any) -> None:
-        raise ConnectionError("no network")
-
-    for number, method in enumerate(("start", "log")):
-        other = make_config(tmp_path / str(number), *UNITS, "encode.trackers=[tensorboard]")
-        with monkeypatch.context() as patch:
-            patch.setattr(TensorBoardTracker, method, broken)
-            capfd.readouterr()
-            assert stages.encode.run(other, data=str(photos))["images"] == 12
-        assert capfd.readouterr().err.count("no network") == 1
-        assert len(written(other.cache)) == 1
-
-
-def test_a_tracker_that_is_not_installed_is_refused_before_encoding(
-    photos: Path, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    from pipeline.errors import UserError
-
-    with pytest.raises(UserError, match="swanlab") as caught:
-        stages.encode.run(make_config(tmp_path, "encode.trackers=[swanlab]"), data=str(photos))
-    assert "encode.trackers=[]" in str(caught.value) and not (tmp_path / "cache").exists()
 
 
 # ----------------------------------------------------------------------------------------------------------- counters
@@ -556,12 +517,12 @@ def test_status_shows_a_training_that_holds_its_run(done: Config, capsys: Any) -
     try:
         stages.status.run(done)
         assert f"training {done.train.output}: step 3, 0 left" in capsys.readouterr().out
-        phase = Path(done.train.output) / "second"
-        phase.mkdir()
-        (phase / "lock.json").touch()
+        below = Path(done.train.output) / "second"
+        below.mkdir()
+        (below / "lock.json").touch()
         stages.status.run(done)
-        assert f"training {phase}: no row yet" in capsys.readouterr().out
-        shutil.rmtree(phase)
+        assert f"training {below}: no row yet" in capsys.readouterr().out
+        shutil.rmtree(below)
         os.utime(lock, (time.time() - 100,) * 2)
         stages.status.run(done)
         assert "training" not in capsys.readouterr().out, "it was killed"

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from pipeline.config import TrainConfig, load, shipped
-from pipeline.models import objective
+from pipeline.models import objective, sana_config
 from pipeline.models.sana_config import DIFFUSERS, numerics
+from pipeline.training import inputs
 from pipeline.training.optimizers import came
 from pipeline.yaml_text import from_yaml
 
@@ -50,7 +51,8 @@ def _statements() -> list[tuple[str | None, str, str]]:
 
 
 def _ours(name: str | None, option: str) -> Any:
-    holders: dict[str, Any] = {"came": came, "objective": objective, "Numerics": DIFFUSERS}
+    holders: dict[str, Any] = {"came": came, "objective": objective, "inputs": inputs, "Numerics": DIFFUSERS}
+    holders["sana_config"] = sana_config
     first, *rest = option.split(".")
     start = holders[first] if first in holders else getattr(load(name or "sana_1600m_1024"), first)
     return reduce(getattr, rest, start)

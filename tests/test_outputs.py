@@ -28,7 +28,6 @@ def configured(folder: Path, *settings: str) -> Config:
         "data.image_root={}",
         "bucket.caches=[{}]",
         "cache={}",
-        "phases=[{{name: one, snapshot: s, steps: 1, set: {{train.adapter: {{start: {}}}}}}}]",
     ],
 )
 def test_every_option_that_names_a_place_to_read_protects_it(setting: str, tmp_path: Path) -> None:

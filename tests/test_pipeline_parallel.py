@@ -271,7 +271,7 @@ def test_fewer_blocks_than_stages_are_refused(schedule: Any, says: str) -> None:
 )
 def test_the_trainer_refuses_before_any_process_group_starts(settings: dict[str, Any], says: str) -> None:
     """Nobody listens at this address: waiting for it would be an error of its own, and much later."""
-    given = tiny_run.config(parallel={"pp_size": 2, "timeout_s": 5}, **settings)
+    given = tiny_run.config(parallel={"pp_size": 2}, **settings)
     launch = Launch(world=2, local_world=2, rendezvous="tcp://127.0.0.1:1")
     with pytest.raises(ConfigError, match=says):
         fit(given, tiny_run.task(given), launch)

@@ -325,7 +325,7 @@ def test_auto_on_a_cpu_is_a_fixed_choice(change: dict[str, Any], monkeypatch: py
 
 @pytest.mark.slow
 def test_parallel_auto_on_a_cpu_is_searched_alone() -> None:
-    config = tiny_run.config(parallel="auto", microbatch="auto", activation_checkpointing="auto", residual="fp32")
+    config = tiny_run.config(parallel="auto", microbatch="auto", activation_checkpointing="auto")
     machine = Machine(gpus.card("cpu"), 1 << 34, 2, assumed=True)
     decided, lines = auto.decide(config, lambda: NARROW, Data({(64, 64): 16}, None, 16), machine)
     assert (decided.train.microbatch, decided.train.activation_checkpointing) == (8, "full")
@@ -347,7 +347,7 @@ def test_another_error_than_of_memory_is_shown_as_it_is() -> None:
 
 def test_what_the_compiler_fuses_is_compared_with_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "present", lambda device, launch: Machine(gpus.card("h100"), 80 << 30, 1))
-    config = tiny_run.config(microbatch=2, residual="fp32", precision="bf16", compile="block")
+    config = tiny_run.config(microbatch=2, precision="bf16", compile="block")
     notes: list[str] = []
     expected = expectation.expect(config, lambda: NARROW, Data({(64, 64): 4}, None, 16), CPU, Launch(), notes.append)
     assert expected is not None and [note.split(":")[0] for note in notes] == ["the run"]
@@ -396,12 +396,12 @@ def test_blocks_are_compiled_where_they_can_be(
 def test_a_resume_keeps_the_sizes_alone(tmp_path: Path) -> None:
     earlier = tiny_run.config()
     stored = {"train": earlier.train.model_dump()}
-    stored["train"]["parallel"] |= {"dp_shard": 1, "timeout_s": 600}
+    stored["train"]["parallel"] |= {"dp_shard": 1, "reduce_dtype": "fp32"}
     machine = Machine(gpus.card("h100"), 1 << 40, 1)
-    config = tiny_run.config(parallel={"sizes": "auto", "timeout_s": 3600, "reduce_dtype": "bf16"})
+    config = tiny_run.config(parallel={"sizes": "auto", "reduce_dtype": "bf16"})
     decided, _ = auto.decide(config, lambda: NARROW, Data({(64, 64): 6}, None, 32), machine, stored)
     parallel = decided.train.parallel
-    assert (parallel.timeout_s, parallel.reduce_dtype, parallel.dp_shard, parallel.sizes) == (3600, "bf16", 1, "given")
+    assert (parallel.reduce_dtype, parallel.dp_shard, parallel.sizes) == ("bf16", 1, "given")
 
     stored["train"]["activation_checkpointing"] = "selective"
     asked = tiny_run.config(activation_checkpointing="auto", activation_compression="int8")
@@ -411,11 +411,11 @@ def test_a_resume_keeps_the_sizes_alone(tmp_path: Path) -> None:
 
 def test_parallel_auto_leaves_the_rest_of_the_section(tmp_path: Path) -> None:
     for sets in (
-        ["train.parallel.timeout_s=60", "train.parallel=auto"],
-        ["train.parallel=auto", "train.parallel.timeout_s=60"],
+        ["train.parallel.reduce_dtype=bf16", "train.parallel=auto"],
+        ["train.parallel=auto", "train.parallel.reduce_dtype=bf16"],
     ):
         parallel = load("tiny", sets).train.parallel
-        assert (parallel.sizes, parallel.timeout_s) == ("auto", 60)
+        assert (parallel.sizes, parallel.reduce_dtype) == ("auto", "bf16")
     with pytest.raises(ConfigError, match=naming("tp_size", "offload")):
         load("tiny", ["train.parallel=auto", "train.parallel.tp_size=2", "train.parallel.offload=all"])
 
@@ -424,7 +424,7 @@ def test_parallel_auto_leaves_the_rest_of_the_section(tmp_path: Path) -> None:
 def test_auto_leaves_a_tenth_free() -> None:
     narrow = replace(NARROW, num_layers=4)
     data = Data({(384, 384): 6}, None, 32)
-    config = tiny_run.config(microbatch="auto", residual="fp32", activation_checkpointing="none")
+    config = tiny_run.config(microbatch="auto", activation_checkpointing="none")
     machine = Machine(gpus.card("h100"), 1 << 40, 1)
     given = config.train.model_copy(update={"microbatch": 6})
     needed = predict.predict(given, narrow, data, machine).total

@@ -183,10 +183,11 @@ def test_prompts_are_those_of_any_set_in_the_cache(small_cache_copy: Path, make_
 
 
 @pytest.mark.slow
-def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path) -> None:
+def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.parallel.parallelize.COMPILE_BACKEND", "aot_eager")
     losses = []
     for how in ("none", "block"):
-        given = settings(tmp_path / how, steps=4, compile=how, compile_backend="aot_eager")
+        given = settings(tmp_path / how, steps=4, compile=how)
         fit(given, replace(tiny_run.task(given), preserved=[ROWS]), Launch(), log=lambda line: None)
         losses.append([row["loss"] for row in metrics.read(tmp_path / how / "metrics.jsonl")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

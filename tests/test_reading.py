@@ -68,11 +68,8 @@ def test_every_way_of_reading_is_remembered(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "caption_weights": {"short": 1.0, "long": 3.0},
         "caption_scores": {"long": "clip"},
-        "score_threshold": 20.0,
-        "score_power": 5.0,
         "caption": "filename",
         "caption_prefix": "a",
-        "caption_suffix": "b",
         "tags": {"shuffle": 2, "drop": 0.5, "keep": 1},
         "image_field": "target",
         "image_root": "pictures",
@@ -88,7 +85,7 @@ def test_every_way_of_reading_is_remembered(tmp_path: Path) -> None:
     # options of which one replaces the other are given together
     field, _ = read(scan, plain, "data.caption_field=short", "data.resolution=512", format="folder")
     assert (field.config.data.caption_weights, field.config.data.buckets) == ({}, "sana")
-    assert field.format == "folder" and field.config.data.caption_suffix == "b"
+    assert field.format == "folder" and field.config.data.caption_prefix == "a"
 
 
 @pytest.mark.parametrize("first", ["sana_600m_512", "sana_1600m_1024"])

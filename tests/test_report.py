@@ -280,7 +280,7 @@ def test_a_long_journal_is_thinned_without_hiding_a_spike() -> None:
     assert np.mean(curve["value"]) == pytest.approx(values.mean())
 
 
-def test_phases_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
+def test_rounds_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
     for name, hour in (("b-first", "01"), ("a-second", "02")):
         start = {"event": "start", "step": 0, "snapshot": name, "time": f"2026-01-01T{hour}:00:00+00:00"}
         journal(tmp_path / "run" / name, start, {"step": 1, "loss": 1.0})
@@ -322,7 +322,7 @@ def test_the_runs_that_a_run_began_from_are_parts_of_it(made: Made, tmp_path: Pa
     moved = tmp_path / "moved"
     (folders[1] / run_figures.ORIGIN).unlink()
     (tmp_path / "runs").rename(moved)
-    assert not run_figures.run_figures(moved, earlier=True)["lost"], "the phase beside it is the one it began from"
+    assert not run_figures.run_figures(moved, earlier=True)["lost"], "the run next to it is the one it began from"
 
 
 def test_a_page_without_a_named_run_shows_the_snapshot_of_the_run(made: Made, tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_what_is_missing_is_named_with_its_command(made: Made, tmp_path: Path) -
     figures = collect(elsewhere, run=made.root / "run")[0]
     assert figures["snapshot"] is None and figures["run"]["parts"][0]["rows"] == 3
     assert "encode" in figures["missing"]["snapshot"]["command"]
-    assert {"validation", "phases"} <= set(figures["missing"])
+    assert {"validation", "rounds"} <= set(figures["missing"])
     empty = collect(made.config, run=journal(tmp_path / "empty"))[0]
     assert empty["run"]["parts"][0]["rows"] == 0 and "losses" in empty["missing"]
     other = collect(made.config, run=journal(tmp_path / "other", {"event": "start", "step": 0, "snapshot": "f" * 32}))
@@ -483,7 +483,7 @@ def checked(path: Path) -> Page:
 
 @pytest.fixture(scope="module")
 def whole(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page about a run that has everything: validation, a plan, memory, two phases; compared with another run."""
+    """The page about a run that has everything: validation, a plan, memory, two rounds; compared with another run."""
     root = tmp_path_factory.mktemp("whole")
     for i, name in enumerate(("first", "second")):
         folder = Path(shutil.copytree(made.root / "run", root / "chain" / name))
@@ -562,7 +562,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(made: Made, run_copy: 
 
 
 def test_a_thumbnail_is_never_larger_than_its_picture(made: Made) -> None:
-    photos = SourcePictures(made.config, Cache.of(made.config))
+    photos = SourcePictures(made.config.data, Cache.of(made.config))
     sizes = [
         each and each.size
         for each in (photos.thumbnail("photos", "small.png"), photos.thumbnail("photos", "5.png", 36))
@@ -686,10 +686,10 @@ def test_a_long_table_ends_with_the_number_of_its_other_rows(
 
 
 def test_foreign_text_is_shown_as_text(tmp_path: Path, made: Made) -> None:
-    """Names of sources, items, runs, phases and options, reasons, and keys of the journal."""
+    """Names of sources, items, runs and options, reasons, and keys of the journal."""
     shutil.copytree(made.root / "cache", tmp_path / "cache")
     config = made.config.model_copy(update={"cache": str(tmp_path / "cache")})
-    folder = tmp_path / "run" / "<b>phase"
+    folder = tmp_path / "run" / "<b>round"
     shutil.copytree(made.root / "run", folder)
     row = {**validation(3, 1.0), "by_sigma": {HOSTILE: 1.0}, "by_bucket": {"</svg><script>": 2.0}}
     with (folder / "metrics.jsonl").open("a") as file:
@@ -698,7 +698,7 @@ def test_foreign_text_is_shown_as_text(tmp_path: Path, made: Made) -> None:
     shutil.copytree(folder, tmp_path / "run" / "second")
     report.run(config, tmp_path / "report.html", run=tmp_path / "run")
     page = checked_of_hostile(tmp_path / "report.html")
-    assert HOSTILE in page.shown and "<b>phase" in page.shown
+    assert HOSTILE in page.shown and "<b>round" in page.shown
 
 
 def checked_of_hostile(path: Path) -> Page:
@@ -758,7 +758,7 @@ def test_pages_about_little(made: Made, tmp_path: Path) -> None:
     report.run(made.config, out, snapshot="round1")
     page = checked(out)
     assert {"losses", "throughput", "data-wait", "buckets"} <= set(page.sections)
-    assert not {"validation", "ema", "phases", "compare", "new"} & set(page.sections)
+    assert not {"validation", "ema", "rounds", "compare", "new"} & set(page.sections)
     assert "Held-out loss: no held-out loss was measured" in page.shown
 
 

@@ -1,8 +1,7 @@
-"""`train.residual`: the dtype of the tokens between the blocks, under every way to run a model."""
+"""The dtype of the tokens between the blocks, under every way to run a model."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +9,10 @@ import torch
 from torch import Tensor
 
 from pipeline.launch import Launch
-from pipeline.models import sana_config
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import Numerics, SanaConfig
 from pipeline.parallel import mesh
 from pipeline.parallel.parallelize import parallelize
-from pipeline.training import checkpoint
-from pipeline.training.trainer import fit
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,12 +40,10 @@ def gradients(settings: Any, seen: list[torch.dtype]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_pure"])
-@pytest.mark.parametrize("residual", ["fp32", "compute"])
-def test_the_tokens_have_the_dtype_that_was_asked_for(precision: str, residual: str) -> None:
+def test_the_tokens_are_fp32(precision: str) -> None:
     seen: list[torch.dtype] = []
-    gradients(tiny_run.config(precision=precision, residual=residual, layers=2), seen)
-    half = torch.float16 if precision == "fp16" else torch.bfloat16
-    assert seen == [torch.float32 if residual == "fp32" else half] * 2
+    gradients(tiny_run.config(precision=precision, layers=2), seen)
+    assert seen == [torch.float32] * 2
 
 
 def test_fp32_tokens_halve_the_error_of_a_deep_bf16_model() -> None:
@@ -75,11 +69,6 @@ def test_fp32_tokens_halve_the_error_of_a_deep_bf16_model() -> None:
     assert errors[0] <= 0.6 * errors[1]
 
 
-def test_in_fp32_there_is_nothing_to_choose() -> None:
-    actual = [gradients(tiny_run.config(residual=residual), []) for residual in ("fp32", "compute")]
-    assert all(torch.equal(actual[0][name], actual[1][name]) for name in actual[0])
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -87,51 +76,20 @@ def test_in_fp32_there_is_nothing_to_choose() -> None:
         {"activation_checkpointing": "selective"},
         {"activation_checkpointing": "full", "activation_compression": "int8"},
         pytest.param(
-            {"compile": "block", "compile_backend": "aot_eager", "activation_checkpointing": "full"},
+            {"compile": "block", "activation_checkpointing": "full"},
             marks=pytest.mark.slow,
         ),
     ],
     ids=str,
 )
-def test_fp32_tokens_go_with_every_way_to_keep_activations(options: dict[str, Any]) -> None:
+def test_fp32_tokens_go_with_every_way_to_keep_activations(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.parallel.parallelize.COMPILE_BACKEND", "aot_eager")
     seen: list[torch.dtype] = []
-    base: dict[str, Any] = {"precision": "bf16", "residual": "fp32", "layers": 2}
+    base: dict[str, Any] = {"precision": "bf16", "layers": 2}
     expected = gradients(tiny_run.config(**base), [])
     actual = gradients(tiny_run.config(**base, **options), seen)
     assert set(seen) == {torch.float32}
     limit = 2e-2 if "activation_compression" in options else 2e-3 if "compile" in options else 0.0
     assert tiny_run.distance(actual, expected) <= limit
-
-
-# -------------------------------------------------------------------------------------------------------- the run
-
-
-def _fit(folder: Path, steps: int, resume: str | None = None, **train: Any) -> list[str]:
-    settings, printed = (
-        tiny_run.config(folder, steps=steps, precision="bf16", layers=1, async_save=False, **train),
-        list[str](),
-    )
-    fit(settings, tiny_run.task(settings), Launch(), resume=resume, log=printed.append)
-    return printed
-
-
-def _began_with(folder: Path, steps: int) -> Any:
-    return checkpoint.read_document(folder / f"checkpoints/step-{steps:08d}").config["train"]["residual"]
-
-
-def test_the_configuration_decides_also_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[str] = []
-
-    def noted(train: Any) -> Numerics:
-        used.append(train.residual)
-        return Numerics()
-
-    monkeypatch.setattr(sana_config, "numerics", noted)
-    _fit(tmp_path / "new", 1)
-    _fit(tmp_path / "compute", 1, residual="compute")
-    _fit(tmp_path / "compute", 2, resume="auto", residual="compute")
-    assert used == ["fp32", "compute", "compute"]
-    assert (_began_with(tmp_path / "new", 1), _began_with(tmp_path / "compute", 2)) == ("fp32", "compute")
-    printed = _fit(tmp_path / "compute", 3, resume="auto", residual="fp32")
-    assert used[-1] == "fp32"
-    assert any("train.residual: compute -> fp32" in line for line in printed)

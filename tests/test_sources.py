@@ -18,7 +18,7 @@ from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,12 +29,11 @@ from pipeline import retrying
 from pipeline.cache import scratch
 from pipeline.config import DataConfig
 from pipeline.errors import AwayError, UserError
-from pipeline.sources import detect, formats, metadata_files, tables
+from pipeline.sources import caption_columns, detect, formats, metadata_files, tables
 from pipeline.sources.caption_columns import CaptionCandidate, CaptionRule
 from pipeline.sources.detect import open_source
 from pipeline.sources.filesystem import LocalFilesystem
 from pipeline.sources.folder import SIDECAR_BATCH, FolderSource
-from pipeline.sources.link_tables import LinkListing
 from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Given, Item, ListedItems, Place, Reject, Unreadable
 from pipeline.sources.tables import ListingSource
@@ -731,7 +730,7 @@ def test_listings(tmp_path: Path, kind: str) -> None:
     assert {reason.rpartition(": ")[2] for reason in rejects.values()} == {
         "the name is absolute",
         "the name climbs with '..'",
-        "is a URL, not a name within the data",
+        "img2dataset fetches pictures (docs/encoding.md)",
     }
     assert list(source.ignored.counts.values()) == [1], "the empty caption"
 
@@ -847,7 +846,7 @@ def test_json_with_a_longer_name_belongs_to_the_pictures_with_the_longest_beginn
         assert (len(items), len(rejects), source.ignored.total) == (count, 0, 0)
 
 
-def test_weights_and_scores_of_columns(tmp_path: Path) -> None:
+def test_weights_and_scores_of_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.png").write_bytes(b"")
     (tmp_path / "a.txt").write_text("from the file")
     (tmp_path / "metadata.jsonl").write_text(
@@ -862,8 +861,9 @@ def test_weights_and_scores_of_columns(tmp_path: Path) -> None:
     scored = {"caption_weights": {"long": 1.0}, "caption_scores": {"long": "clip"}}
     weights = dict(listed(opened(tmp_path, **scored))[0]["a.png"].captions)
     assert weights["l1."] / weights["l2."] == pytest.approx((26 / 30) ** 10)
-    assert texts(listed(opened(tmp_path, **scored, score_threshold=31.0))[0]["a.png"]) == ["l2."]
-    assert texts(listed(opened(tmp_path, **scored, score_threshold=28.0))[0]["a.png"]) == ["l2."]
+    for threshold in (31.0, 28.0):
+        monkeypatch.setattr(caption_columns, "SCORE_THRESHOLD", threshold)
+        assert texts(listed(opened(tmp_path, **scored))[0]["a.png"]) == ["l2."]
 
 
 # --- detection -----------------------------------------------------------------------------------------------------
@@ -986,6 +986,10 @@ def test_a_folder_of_several_kinds_is_a_choice_at_any_depth_and_the_rest_is_name
     assert set(listed(source)[0]) == {"new/deep/0.jpg"}
     assert file.rpartition("/")[2] in str(source.ignored.examples)
     source = opened(tmp_path, format)
+    if "links" in case:
+        with pytest.raises(UserError, match=naming(file, "img2dataset")):
+            listed(source)
+        return
     assert "new/deep/0.jpg" not in listed(source)[0]
     used = case == "two tables"  # a row names the picture
     assert (".jpg file" in source.ignored.counts) != used
@@ -1073,13 +1077,6 @@ def test_the_page_of_sources_names_each_format() -> None:
             assert f".{ending}`" in page, f"{name}: .{ending}"
 
 
-def test_links_can_be_named_where_the_first_row_has_none(tmp_path: Path) -> None:
-    (tmp_path / "list.csv").write_text("path,text\na.jpg,x\nhttp://host/b.jpg,y\n")
-    assert set(listed(opened(tmp_path / "list.csv"))[0]) == {"a.jpg"}
-    source = opened(tmp_path / "list.csv", "links")
-    assert (set(listed(source)[0]), source.format) == ({"list.csv/000000003"}, "links")
-
-
 LOST = ["a.jpg_large", "d.jpeg?x=1.5", "e.jpg ", "g.JPG.1", "k.png:large", "m.webp!w640"]
 
 
@@ -1148,7 +1145,7 @@ HASH = [b"\x01" * 16]
         ({"source": struct(), "edited": [JPEG], "target": struct()}, None),
         ({"mask": struct(), "image": ["gone.jpg"]}, None),
         ({"mask": struct(), "file_name": ["a.jpg"]}, None),
-        ({"mask": struct(), "url": ["http://host/a.jpg"]}, None),
+        ({"mask": struct(), "url": ["s3://host/a.jpg"]}, None),
     ],
 )
 def test_of_several_columns_the_best_known_is_taken_or_the_user_asked(
@@ -1215,7 +1212,6 @@ LISTINGS = {
 
 @pytest.mark.parametrize("name", LISTINGS)
 def test_listings_of_other_programs(tmp_path: Path, name: str) -> None:
-    """The same rows with addresses: each is found again by its place alone."""
     for row in ROWS:
         (tmp_path / row["file_name"]).write_bytes(JPEG)
     (tmp_path / name).write_bytes(LISTINGS[name])
@@ -1223,21 +1219,6 @@ def test_listings_of_other_programs(tmp_path: Path, name: str) -> None:
     expected = [[row["text"]] for row in ROWS]
     assert len(rejects) == (name == "cut.csv") and list(items) == [row["file_name"] for row in ROWS]
     assert [texts(item) for item in items.values()] == expected
-    if name in ("meta_cap.json", "tags.json"):
-        return
-    wide = b"\xff\xfe" if LISTINGS[name].startswith(b"\xff\xfe") else b""
-    encoding = "utf-16-le" if wide else "utf-16-be" if name.startswith("big") else "utf-8"
-    data = LISTINGS[name]
-    for row in ROWS:
-        data = data.replace(row["file_name"].encode(encoding), ("http://höst/" + row["file_name"]).encode(encoding))
-    (tmp_path / name).write_bytes(data)
-    links = opened(tmp_path / name)
-    assert isinstance(links, LinkListing)
-    items, rejects = listed(links)
-    assert len(rejects) == (name == "cut.csv") and [texts(item) for item in items.values()] == expected
-    links.links = cast("Any", SimpleNamespace(read=str.encode))
-    for row, item in reversed(list(zip(ROWS, items.values(), strict=True))):
-        assert links.read(item.place).decode() == f"http://höst/{row['file_name']}"
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,7 @@ def test_parity(results: dict[int, dict[str, Any]], world: int, name: str) -> No
         fp16 = row["precision"] == "fp16"  # three bits more than bf16
         assert row["gradient"] <= (0.25 if fp16 else 1.25) * row["plain_bf16"]
         assert row["losses"] <= (1e-3 if fp16 else 1e-2)
-        fp32 = strategies.settings_of(strategies.CASES[world][name]).train.residual == "fp32"
-        assert row["tokens"] == ["torch.float32" if fp32 else "torch.bfloat16"]
+        assert row["tokens"] == ["torch.float32"]
         return
     assert row["gradient"] <= (1e-5 if row["qk_norm"] else 2e-6)
     assert row["loss"] <= 2e-6

@@ -224,7 +224,7 @@ def test_train_shows_its_progress(
 ) -> None:
     width(200)
     monkeypatch.setattr(trainer, "LiveLine", lambda there: LiveLine(live))
-    validation = {"every": 4, "levels": 2}
+    validation = {"every": 4}
     config = tiny_run.config(tmp_path / "run", layers=1, steps=5, validation=validation)
     trainer.fit(config, tiny_run.task(config), Launch(), log=lambda text: print(text, file=sys.stderr))
     printed = capsys.readouterr().err

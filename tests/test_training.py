@@ -23,13 +23,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from pydantic import ValidationError
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import retrying
 from pipeline.cache.cache import Cache
-from pipeline.config import BucketConfig, Config, OptimConfig, ProfileConfig, TrainConfig, written
+from pipeline.config import BucketConfig, Config, OptimConfig, TrainConfig, written
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch, LoaderSettings
@@ -371,13 +372,13 @@ def test_fp32_in_one_process_stays_a_plain_module() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "steps", "traced"), [pytest.param(2, 2, 2, marks=pytest.mark.slow), (4, 9, 2), (9, 1, 0)]
+    ("named", "last", "traced"), [pytest.param("2-3", 3, 2, marks=pytest.mark.slow), ("4-12", 5, 2), (9, 9, 0)]
 )
-def test_some_steps_are_traced(tmp_path: Path, start: int, steps: int, traced: int) -> None:
+def test_some_steps_are_traced(tmp_path: Path, named: str | int, last: int, traced: int) -> None:
     """Those that the configuration names, as far as the run has them, and nothing changes."""
     options: dict[str, Any] = {"steps": 5, "microbatch": 8}
     plain = tiny_run.config(tmp_path / "plain", **options)
-    settings = tiny_run.config(tmp_path / "traced", profile={"start": start, "steps": steps}, **options)
+    settings = tiny_run.config(tmp_path / "traced", profile=named, **options)
     reports = [fit(one, tiny_run.task(one), Launch(), log=lambda line: None) for one in (plain, settings)]
     assert reports[0].loss == reports[1].loss
     assert not (tmp_path / "plain/profile").exists()
@@ -385,29 +386,35 @@ def test_some_steps_are_traced(tmp_path: Path, start: int, steps: int, traced: i
     if not traced:
         assert not files
         return
-    assert [path.name for path in files] == [f"trace-step-{min(start + steps - 1, 5):08d}-process-0.json.gz"]
+    assert [path.name for path in files] == [f"trace-step-{last:08d}-process-0.json.gz"]
     with gzip.open(files[0]) as file:
         events = json.load(file)["traceEvents"]
     assert sum(event.get("name", "").startswith("Optimizer.step") for event in events) == traced
     assert any("backward" in event.get("name", "").lower() for event in events)
 
 
-def test_only_the_first_process_traces_unless_all_are_asked_for(tmp_path: Path) -> None:
+def test_only_the_first_process_traces(tmp_path: Path) -> None:
     lines: list[str] = []
-    for rank, ranks in ((0, "first"), (1, "first"), (1, "all")):
-        config = ProfileConfig(start=2, steps=1, ranks=ranks)  # type: ignore[arg-type]
-        with tracing(config, tmp_path / f"{rank}-{ranks}", rank, CPU, lines.append) as done:
+    for rank in (0, 1):
+        with tracing("2", tmp_path / str(rank), rank, CPU, lines.append) as done:
             done(1)
             torch.zeros(3).add_(1)
             done(2)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["0-first", "1-all"]
-    assert len(lines) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("named", ["1-3", 1, "12-10", "3-", "-3", "3,4", "3 - 4", "", 2.0, True, [3], {"start": 3}])
+def test_steps_that_cannot_be_traced_are_refused(named: Any) -> None:
+    with pytest.raises(ValidationError, match="profile"):
+        TrainConfig.model_validate({"profile": named})
+    assert TrainConfig.model_validate({"profile": 10}).profile == "10"
 
 
 def test_a_trace_that_cannot_be_written_is_no_reason_to_lose_a_run(tmp_path: Path) -> None:
     (tmp_path / "profile").write_text("a file")
     lines: list[str] = []
-    with tracing(ProfileConfig(start=2, steps=1), tmp_path, 0, CPU, lines.append) as done:
+    with tracing("2", tmp_path, 0, CPU, lines.append) as done:
         done(1)
         done(2)
     (line,) = lines
@@ -421,11 +428,11 @@ def test_on_a_gpu_a_memory_snapshot_is_written_and_recording_ends(
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
     on_gpu = torch.device("cuda")
-    with tracing(ProfileConfig(start=4, steps=1), tmp_path, 0, on_gpu, lambda line: None) as done:
+    with tracing("4", tmp_path, 0, on_gpu, lambda line: None) as done:
         for step in (1, 2):
             done(step)
     assert not calls, "no step of such a short run is traced"
-    with tracing(ProfileConfig(start=2, steps=1), tmp_path, 0, on_gpu, lambda line: None) as done:
+    with tracing("2", tmp_path, 0, on_gpu, lambda line: None) as done:
         for step in (1, 2, 3):
             done(step)
     assert calls[1] == str(tmp_path / "profile/memory-step-00000002-process-0.pickle")
@@ -742,7 +749,6 @@ def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Pat
     ("train", "snapshot", "named"),
     [
         ({"seed": 1}, "5eed", "train.seed: the checkpoint has 0, this run 1"),
-        ({"phase": 2}, "5eed", "train.phase: the checkpoint has 0, this run 2"),
         ({"length_window": 4}, "5eed", "train.length_window: the checkpoint has 0, this run 4"),
         ({}, "0ther", "\n  snapshot: the checkpoint has 5eed, this run 0ther"),
         ({"layers": 4}, "5eed", "model.num_layers: the checkpoint has 3, this run 4"),
@@ -1108,7 +1114,7 @@ def test_no_option_that_decides_the_run_may_differ_between_processes(
     """Steps of one process that another does not take wait for it in vain; another rate goes unnoticed."""
     compared: list[Any] = []
     monkeypatch.setattr(checks, "require_equal", lambda value, *_: compared.append(value))
-    for number, options in enumerate(({}, dict(other), {"loader_threads": 3, "prefetch": 1})):
+    for number, options in enumerate(({}, dict(other), {"trackers": ["tensorboard"]})):
         snapshot, given = options.pop("snapshot", "5eed"), {"steps": 1, "layers": 1, **options}
         settings = tiny_run.config(tmp_path / str(number), **given)
         fit(settings, tiny_run.task(settings, snapshot=snapshot), Launch(), log=lambda line: None)
@@ -1155,32 +1161,31 @@ def test_the_loaders_get_every_option(small_cache: Path, make_config: Any, tmp_p
 
     options: dict[str, Any] = {
         "seed": 3,
-        "phase": 2,
         "microbatch": 5,
         "caption_drop": 0.3,
         "null_mask": "bos",
-        "prefetch": 7,
-        "prefetch_mib": 9,
         "text": "packed",
         "length_window": 6,
     }
-    given = ["patience_s=40", "train.device=cpu", "train.loader_threads=4", "train.validation={seed: 8, samples: 2}"]
+    given = ["patience_s=40", "train.device=cpu", "train.validation={samples: 2}"]
     config = make_config(tmp_path, *given, *(f"train.{name}={value}" for name, value in options.items()))
     snapshot, file = Cache(small_cache).open_snapshot(), tmp_path / "quarantine.jsonl"
-    task = task_of(config, Inputs(snapshot, snapshot), Launch(rank=1, world=2), file)
+    task = task_of(config, Inputs(snapshot, snapshot, phase=2), Launch(rank=1, world=2), file)
     layout = mesh.Layout(1, 2, 1, 1)
     whole = LoaderSettings(
         **options,
+        phase=2,
         rank=1,
         world=2,
-        threads=4,
+        prefetch=None,
+        threads=2,
         start_step=10,
         stop_step=20,
         pin=False,
         timeout_s=40 + 2 * retrying.TIMEOUT_S,
         quarantine=file,
     )
-    fixed: dict[str, Any] = {"seed": 8, "phase": 0, "caption_drop": 0.0, "length_window": 0, "quarantine": None}
+    fixed: dict[str, Any] = {"seed": 0, "phase": 0, "caption_drop": 0.0, "length_window": 0, "quarantine": None}
     assert task.validation is not None
     training: Any = task.loader(layout, 10, 20)
     validation: Any = task.validation(layout)
@@ -1209,7 +1214,7 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
         return metrics.read(output / "metrics.jsonl")
 
     padded = losses("padded")
-    packed = losses("packed", "train.text=packed", "train.prefetch_mib=1", "train.length_window=1")
+    packed = losses("packed", "train.text=packed", "train.length_window=1")
     assert [row["loss"] for row in packed] == pytest.approx([row["loss"] for row in padded], rel=1e-5)
     assert [row["quarantined"] for row in padded] == [0, 0, 0]
 

@@ -34,7 +34,6 @@ from pipeline.cache.cache import Cache
 from pipeline.config import Config, SampleConfig, TrainConfig, dump
 from pipeline.errors import CacheError, ConfigError, UserError
 from pipeline.launch import Launch
-from pipeline.parallel.compile import compile_blocks
 from pipeline.parallel.mesh import Layout
 from pipeline.planning import trace as tracing
 from pipeline.reporting import draw_latents
@@ -171,10 +170,8 @@ def test_the_training_does_not_notice(precision: str, tmp_path: Path, monkeypatc
 def test_dropout_is_off_and_blocks_run_uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dropout(monkeypatch)
     counter = CompileCounterWithBackend("eager")
-    monkeypatch.setattr(
-        "pipeline.parallel.parallelize.compile_blocks", lambda blocks, backend: compile_blocks(blocks, counter)
-    )
-    config = settings(tmp_path / "run", 1, compile="block", compile_backend="eager")
+    monkeypatch.setattr("pipeline.parallel.parallelize.COMPILE_BACKEND", counter)
+    config = settings(tmp_path / "run", 1, compile="block")
     run(config)
     assert counter.frame_count == 1
     weights = load_model_state(tmp_path / "run/checkpoints/step-00000001")[1]
@@ -335,12 +332,6 @@ def test_sizes_are_refused_before_anything_is_built(tmp_path: Path) -> None:
     assert in_training.drawn_at_once(single, of(64, 64)) == 2
 
 
-def test_a_name_of_a_phase_cannot_be_that_of_the_folder() -> None:
-    tree = tiny_run.config().model_dump(exclude_unset=True)
-    with pytest.raises(ValueError, match=naming("phases", "'pictures'")):
-        Config.model_validate(tree | {"phases": [{"name": "pictures", "snapshot": "latest"}]})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "controlnet", "most"),
@@ -352,9 +343,7 @@ def test_the_largest_pass_needs_no_more_memory_than_the_smallest_step(
     """Full recomputation and updates in the backward pass: nothing is left of a step but a block at a time. A
     ControlNet's picture has the size of a bucket, so a pass has two samples."""
     optim = {"clip": None, "in_backward": True}
-    train = TrainConfig.model_validate(
-        {**COMPUTE, "microbatch": 1, "residual": "compute", "controlnet": controlnet, "optim": optim}
-    )
+    train = TrainConfig.model_validate({**COMPUTE, "microbatch": 1, "controlnet": controlnet, "optim": optim})
 
     class Drawing(tracing.TracedStep):
         def __call__(self, batches: Any, step: int, *, stop: bool = False) -> Any:

@@ -31,7 +31,6 @@ from pipeline.launch import Launch
 from pipeline.loader.loader import Batch, LoaderSettings
 from pipeline.loader.validation_loader import FixedOrder, ValidationLoader
 from pipeline.models.objective import FlowMatching, equidistant
-from pipeline.parallel.compile import compile_blocks
 from pipeline.parallel.mesh import Layout
 from pipeline.snapshots import heldout
 from pipeline.training import checkpoint, lock, metrics, trainer
@@ -50,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def settings(output: Path, steps: int = 3, *, every: int = 1, **train: Any) -> Config:
-    validation = {"every": every, "levels": 4, "samples": 100}
+    validation = {"every": every, "samples": 100}
     return tiny_run.config(output, layers=1, steps=steps, **{"validation": validation, **train})
 
 
@@ -78,10 +77,10 @@ def plain(config: Config, weights: dict[str, Tensor] | None = None) -> dict[str,
         for i in range(count):
             one = tiny_run.part(whole, i, i + 1)
             x = one.latents.float()
-            for sigma in (0.125, 0.375, 0.625, 0.875):
+            for sigma in equidistant(8):
                 noised = (1 - sigma) * x + sigma * one.noise
                 with torch.no_grad():
-                    found = model(noised, one.captions.float(), one.mask, torch.tensor([sigma * 1000]))
+                    found = model(noised, one.captions.float(), one.mask, torch.tensor([float(int(sigma * 1000))]))
                 by_level = losses.setdefault("{}x{}".format(*one.bucket), {}).setdefault(str(sigma), [])
                 by_level.append(float((found - (one.noise - x)).square().mean()))
     return losses
@@ -94,7 +93,7 @@ def by_age(losses: dict[str, dict[str, list[float]]]) -> dict[str, float]:
         for values in levels.values():
             for number, value in enumerate(values):
                 ages["old" if (1000 + bucket) * 1000 + number in tiny_run.OLD else "new"].append(value)
-    assert len(ages["old"]) == 4 * len(tiny_run.OLD)
+    assert len(ages["old"]) == 8 * len(tiny_run.OLD)
     return {age: float(np.mean(values)) for age, values in ages.items()}
 
 
@@ -103,11 +102,8 @@ def by_age(losses: dict[str, dict[str, list[float]]]) -> dict[str, float]:
 
 def test_the_value_is_the_mean_over_samples_and_levels(tmp_path: Path) -> None:
     config = settings(tmp_path / "run", 2, ema={"decay": 0.5})
-    of_ages = config.train.validation.model_copy(update={"old": "earlier"})  # type: ignore[union-attr]
     printed: list[str] = []
-    run(
-        config.model_copy(update={"train": config.train.model_copy(update={"validation": of_ages})}), log=printed.append
-    )
+    run(config, task=tiny_run.task(config, old=True), log=printed.append)
     first, _, last = rows(config)
     line = [line for line in printed if line.startswith("validation ")][-1]
     assert f"old samples {last['by_age']['old']:.4f}  new samples {last['by_age']['new']:.4f}" in line
@@ -123,7 +119,7 @@ def test_the_value_is_the_mean_over_samples_and_levels(tmp_path: Path) -> None:
         by_sigma = {s: np.mean([x for levels in expected.values() for x in levels[s]]) for s in row["by_sigma"]}
         assert row[f"{prefix}by_sigma"] == pytest.approx(by_sigma, rel=1e-6)
         assert row[f"{prefix}by_age"] == pytest.approx(by_age(expected), rel=1e-6)
-    assert list(first["by_sigma"]) == ["0.125", "0.375", "0.625", "0.875"]
+    assert list(first["by_sigma"]) == [f"{level:g}" for level in equidistant(8)]
     assert (first["samples"], first["ema_loss"]) == (11, first["loss"])
     assert last["ema_loss"] != last["loss"]
 
@@ -160,7 +156,7 @@ def test_the_training_does_not_notice(
     dropout(monkeypatch)
     options: dict[str, Any] = {"precision": precision, "ema": {"decay": 0.5, "device": "cpu"}, "save_every": every}
     files, losses = [], []
-    for name, validation in (("with", {"levels": 2, "every": 1}), ("without", None)):
+    for name, validation in (("with", {"every": 1}), ("without", None)):
         config = settings(tmp_path / name, **options, validation=validation)
         run(config)
         saved = range(every, 4, every)
@@ -175,10 +171,8 @@ def test_the_training_does_not_notice(
 @pytest.mark.slow
 def test_no_graph_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("eager")
-    monkeypatch.setattr(
-        "pipeline.parallel.parallelize.compile_blocks", lambda blocks, backend: compile_blocks(blocks, counter)
-    )
-    config = settings(tmp_path / "run", 2, compile="block", compile_backend="eager")
+    monkeypatch.setattr("pipeline.parallel.parallelize.COMPILE_BACKEND", counter)
+    config = settings(tmp_path / "run", 2, compile="block")
     run(config)
     assert (counter.frame_count, len(rows(config))) == (1, 3)
 
@@ -449,7 +443,7 @@ def small(make_config: Callable[..., Config], small_cache_copy: Path) -> Callabl
     """The tiny configuration on a copy of the photographs' cache, with a few steps."""
 
     def make(*overrides: str) -> Config:
-        short = ["train.steps=2", "train.validation={samples: 3, levels: 2, every: 1}", "train.log_every=1"]
+        short = ["train.steps=2", "train.validation={samples: 3, every: 1}", "train.log_every=1"]
         return make_config(small_cache_copy.parent, *short, *overrides)
 
     return make
@@ -510,8 +504,10 @@ def test_no_option_of_the_training_changes_the_samples(small: Callable[..., Conf
     stages.bucket.run(config)
     cache, found = Cache(config.cache), []
     part = cache.open_snapshot("latest.heldout")
-    for other in ((), ("train.caption_drop=1.0", "train.seed=5", "train.phase=2", "train.length_window=3")):
-        samples = task_of(small(*other), Inputs(cache.open_snapshot(), part), Launch()).validation
+    for other in ((), ("train.caption_drop=1.0", "train.seed=5", "train.length_window=3")):
+        samples = task_of(
+            small(*other), Inputs(cache.open_snapshot(), part, phase=2 * bool(other)), Launch()
+        ).validation
         assert samples is not None
         parts = [(b.sample_ids, n, b.noise.clone(), b.captions.clone()) for b, n in samples(Layout(1, 1, 1, 1))]
         found.append(parts)

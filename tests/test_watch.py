@@ -28,6 +28,7 @@ from pipeline.models import encoders
 from pipeline.models.sana import SanaTransformer
 from pipeline.reporting import run_pictures
 from pipeline.reporting.run_pictures import Drawing, Watcher
+from pipeline.signals import Encoders
 from pipeline.signals.latent import LatentRecipe
 from pipeline.training import lock
 from tests.support.drawings import draw
@@ -44,7 +45,7 @@ def config(make_config: MakeConfig, tmp_path: Path) -> Config:
 
 @pytest.fixture
 def recipe(config: Config) -> LatentRecipe:
-    return LatentRecipe.wanted(config)
+    return LatentRecipe.wanted(Encoders(config.vae, config.text), config.data, config.encode)
 
 
 @pytest.fixture
@@ -227,9 +228,9 @@ def test_the_gpu_is_left_to_a_training_that_is_alive_on_this_host(
     config = config.model_copy(update={"encode": config.encode.model_copy(update={"device": asked})})
     plant(run, replace(ELSEWHERE, host=host), untouched_s=untouched_s)
     stages.sample.watch(config, run)
-    phase = run / "first"
-    phase.mkdir()
-    (run / lock.NAME).rename(phase / lock.NAME)
+    below = run / "first"
+    below.mkdir()
+    (run / lock.NAME).rename(below / lock.NAME)
     stages.sample.watch(config, run)
     assert chosen == [taken, taken]
 
@@ -260,7 +261,7 @@ def test_a_watcher_leaves_the_gpu_when_a_training_begins(
     (run / lock.NAME).unlink()
     draw(run, 3, recipe)
     watcher.decode_new(threading.Event())
-    assert loaded == ["cuda", "cpu"], "the next phase may begin"
+    assert loaded == ["cuda", "cpu"], "the next round may begin"
 
 
 def test_the_command_that_is_shown_decodes(run: Path) -> None:

@@ -150,7 +150,6 @@ ROWS: tuple[Row, ...] = (
     _step("technique/bf16-pure-16", 16, {**_NONE, "precision": "bf16_pure"}),
     _step("technique/in-backward-16", 16, {**_NONE, "optim": {"clip": None, "in_backward": True}}),
     _step("technique/int8-16", 16, {**_NONE, "activation_compression": "int8"}),
-    _step("technique/compute-residual-16", 16, {**_NONE, "residual": "compute"}),
     _peer("diffusers/none-16", 16, False),
     *(_step(f"microbatch/{n}", n, {**_NONE, **_BLOCK}, seconds=240) for n in (4, 8, 24, 32, 48)),
     _step("microbatch/full-64", 64, {**_FULL, **_BLOCK}, seconds=240),

@@ -197,7 +197,7 @@ def trainer(sizes: Sizes, *, steps: int, save_every: int, batch: int) -> dict[st
     try:
         options = [f"cache={place / 'cache'}", f"train.output={place / 'run'}", f"train.steps={steps}"]
         options += [f"train.save_every={save_every}", "train.log_every=1", "train.trackers=[]"]
-        options += ["train.keep_checkpoints=1", "train.profile.start=3", "train.profile.steps=1"]
+        options += ["train.keep_checkpoints=1", "train.profile=3"]
         if sizes.dry:
             recipes: dict[str, Any] = {"latent": LatentRecipe(compression=8, channels=16)}
             build(place / "cache", 60, buckets=TINY, batch=12, text=TextRecipe(width=128), **recipes)

@@ -51,11 +51,11 @@ COMPILED = {"compile": "block"}
 
 def settings(sizes: Sizes, microbatch: int, train: Mapping[str, Any]) -> TrainConfig:
     """The configuration's defaults for Sana 1.6B, but for these options."""
-    usual = {"precision": "bf16", "residual": "fp32", "activation_checkpointing": "full", "compile": "none"}
+    usual = {"precision": "bf16", "activation_checkpointing": "full", "compile": "none"}
     text = "padded" if train.get("precision") == "fp32" else "packed"  # whose kernel takes 16 bits
     given = {"microbatch": microbatch, "text": text, **usual, **train}
     if sizes.dry and train.get("compile") == "block":
-        given |= {"compile_backend": "eager"} if sizes.graphs else {"compile": "none"}
+        given |= {} if sizes.graphs else {"compile": "none"}
     return TrainConfig.model_validate(given)
 
 

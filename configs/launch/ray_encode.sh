@@ -11,9 +11,8 @@ ray start --head --port 6379                        # on the first node
 
 # ---- the work --------------------------------------------------------------------------------------------------------
 export RAY_ADDRESS=${RAY_ADDRESS:-first-node:6379}
-sana-pipe encode --engine ray --data /data/pictures \
-    --set encode.ray.cpus=4 --set encode.ray.gpus=1 --set encode.ray.retries=10
-# cpus, gpus: what one unit takes of a node (gpus 0.5: two units share a GPU; cpus also sets OMP_NUM_THREADS of a worker).
+sana-pipe encode --engine ray --data /data/pictures
+# One unit takes a CPU of a node, and a GPU if the cluster has any. A unit whose node dies runs again on another.
 # SIGTERM or SIGUSR1 to this process cancels the tasks, which clean up; the same command continues.
 
 # As a Ray job: ray job submit --address http://first-node:8265 -- sana-pipe encode --engine ray --data /data/pictures

@@ -30,7 +30,7 @@ torchrun --nnodes 2 --node-rank "$NODE" --nproc-per-node 8 --master-addr first-n
     --no-python sana-pipe train --resume auto
 
 # ---- train, elastic ----------------------------------------------------------------------------------------------
-# A process that dies, or a node that is lost, ends the others within train.parallel.timeout_s; torchrun then starts all
+# A process that dies, or a node that is lost, ends the others within patience_s and 5 minutes; torchrun then starts all
 # of them anew, and --resume auto continues from the last published checkpoint with as many processes as there are.
 # The batch of a step does not depend on their number: choose bucket.batch_multiple so that every number divides it, and
 # leave train.parallel.dp_shard at -1.

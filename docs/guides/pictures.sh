@@ -21,7 +21,7 @@ for text in Path("photos").glob("*.txt"):
     ImageOps.colorize(ImageOps.grayscale(Image.open(picture)), "#201008", "#ffe8b8").save(f"sepia/{text.stem}.png")
     Path("sepia", text.name).write_text(text.read_text())
 PYTHON
-run=(--set 'phases=[]' --set model.arch=null --set 'model.weights={id: export, subfolder: transformer}'
+run=(--set model.arch=null --set 'model.weights={id: export, subfolder: transformer}'
     --set train.output=runs/sepia)
 astronaut='an astronaut in an orange space suit beside a US flag'
 sana-pipe encode --data sepia --set data.caption_prefix='sepia style, '

@@ -113,7 +113,7 @@ WRONG, MISSING = "its bytes do not match its name", "is missing"
 
 
 def _problem(files: Files, path: str, size: int, on_file_read: OnFileRead) -> str:
-    """What is wrong with a content-addressed file; "" if nothing."""
+    """Say what is wrong with a content-addressed file; "" if nothing."""
     try:
         intact = files.digest(path) == PurePosixPath(path).stem
     except FileNotFoundError:
@@ -125,7 +125,7 @@ def _problem(files: Files, path: str, size: int, on_file_read: OnFileRead) -> st
 
 
 def _fix_of_table(files: Files, table: str, reference: Reference | None) -> str:
-    """What repairs a table or its copy. reference: to the table; None if nothing needs it."""
+    """Return what repairs a table or its copy. reference: to the table; None if nothing needs it."""
     if any(map(files.is_intact, (table, Paths.copy(table)))):
         return REPAIR
     return GC if reference is None else reference.fix
@@ -135,8 +135,8 @@ def _fix_of_table(files: Files, table: str, reference: Reference | None) -> str:
 
 
 def _verify_packed(cache: Cache, name: str, already_read: set[str], on_file_read: OnFileRead) -> Iterator[Finding]:
-    """What is wrong with the joint shards of a packed snapshot. already_read: shards to skip; this function adds those
-    that it reads."""
+    """Say what is wrong with the joint shards of a packed snapshot. already_read: shards to skip; this function adds
+    those that it reads."""
     try:
         snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
         shards = snapshot.shard_files() if snapshot.packed else {}
@@ -245,7 +245,7 @@ class _Shard:
         return Finding(path, problem, self.recipe, self.plan, self.commit.unit, records)
 
     def findings(self, replaced: Replaced, on_file_read: OnFileRead) -> Iterator[Finding]:
-        """What is wrong with the shard. replaced: this function adds the damaged keys that another shard holds."""
+        """Say what is wrong with the shard. replaced: this function adds the damaged keys that another shard holds."""
         commit = self.commit
         if commit.shard is None:
             return
@@ -271,7 +271,7 @@ class _Shard:
         return []
 
     def _to_repair(self, keys: list[bytes], replaced: Replaced) -> tuple[str, ...]:
-        """Those of some damaged keys (hex) that must be made again. Keys that another shard holds are added to
+        """List the damaged keys (hex) that must be made again. Keys that another shard holds are added to
         `replaced`."""
         needed = unreplaced_keys(self.open_index, self.commit, keys)
         name = str(self.commit.shard)
@@ -284,7 +284,7 @@ class _Shard:
 
 
 def unreplaced_keys(open_index: Callable[[], index.RecordIndex], commit: index.Commit, keys: list[bytes]) -> set[bytes]:
-    """Those of some damaged keys of a commit that no other shard has a good record for.
+    """List the damaged keys of a commit that no other shard has a good record for.
 
     Args:
         open_index: of the recipe; not called without keys.
@@ -340,8 +340,8 @@ def payload(reader: shard.ShardReader, recipe: str, name: str, row: dict[str, An
 
 
 def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[str, str]) -> Iterator[Finding]:
-    """What is wrong with a snapshot besides its head and its tables: damaged records that it refers to, shards that are
-    missing or have another size.
+    """Say what is wrong with a snapshot besides its head and its tables: damaged records that it refers to, shards that
+    are missing or have another size.
 
     Args:
         name: path of the head.
@@ -372,7 +372,7 @@ def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[
 
 
 def referred_keys(snapshot: Snapshot, records: Mapping[str, Collection[bytes]]) -> Iterator[np.ndarray]:
-    """Which of some records a snapshot refers to. A packed snapshot refers to none: it has copies.
+    """Find which of some records a snapshot refers to. A packed snapshot refers to none: it has copies.
 
     Args:
         records: shard -> keys.

@@ -92,7 +92,7 @@ class Codec:
 
 
 def by_row(recipe: Recipe) -> bool:
-    """Whether a token is a row of its records; see `Codec`."""
+    """Return whether a token is a row of its records; see `Codec`."""
     return recipe.axes[0] != "channels"
 
 

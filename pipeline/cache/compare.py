@@ -86,7 +86,7 @@ def _parents_first(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def difference(first: Snapshot, second: Snapshot) -> Difference:
-    """What changed from the first snapshot to the second. Samples are matched by id."""
+    """Say what changed from the first snapshot to the second. Samples are matched by id."""
     old, new = _compared(first), _compared(second)
     order = np.argsort(old.sample_id)
     places = np.minimum(np.searchsorted(old.sample_id, new.sample_id, sorter=order), len(order) - 1)
@@ -123,7 +123,7 @@ def difference(first: Snapshot, second: Snapshot) -> Difference:
 
 
 def _compared(snapshot: Snapshot) -> Columns:
-    """What is compared of all samples."""
+    """Return what is compared of all samples."""
     parts = list[Columns]()
     for start in range(0, len(snapshot), CHUNK_ROWS):
         part = snapshot.columns(np.arange(start, min(start + CHUNK_ROWS, len(snapshot))))

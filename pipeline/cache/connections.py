@@ -132,13 +132,13 @@ class Connection:
 
     @property
     def is_paged(self) -> bool:
-        """Whether `find` reads page by page, so that its beginning is cheap."""
+        """Return whether `find` reads page by page, so that its beginning is cheap."""
         return hasattr(self.fs, "call_s3")
 
     @property
     def sends_checksums(self) -> bool:
-        """Whether the driver sends a checksum with each put, which the store compares (AWS_REQUEST_CHECKSUM_CALCULATION
-        can end it)."""
+        """Return whether the driver sends a checksum with each put, which the store compares
+        (AWS_REQUEST_CHECKSUM_CALCULATION can end it)."""
         return self.is_paged and self.fs.s3.meta.config.request_checksum_calculation == "when_supported"
 
     def info(self, path: str) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def refuse_credentials(url: str, error: type[UserError] = UserError) -> None:
 
 
 def _credentials_of(url: str) -> str:
-    """How to pass credentials to the driver of a URL."""
+    """Say how to pass credentials to the driver of a URL."""
     scheme = url.partition("://")[0].rpartition(":")[2].lower()
     other = f"give them to the driver: export FSSPEC_{scheme.upper()}='{{\"password\": ...}}'"
     return _SECRETS.get(_EXTRAS.get(scheme, ""), other)
@@ -301,7 +301,7 @@ def one_attempt(scheme: str, patience_s: float) -> dict[str, Any]:
 
 
 def has_own(fs: AbstractFileSystem, operation: str) -> bool:
-    """Whether a driver implements an operation itself instead of inheriting fsspec's general operation."""
+    """Return whether a driver implements an operation itself instead of inheriting fsspec's general operation."""
     kind = type(fs)
     if issubclass(kind, AsyncFileSystem):
         return getattr(kind, f"_{operation}") is not getattr(AsyncFileSystem, f"_{operation}")

@@ -26,7 +26,7 @@ from pipeline.errors import CacheError
 
 
 def contradictions(cache: Cache) -> Iterator[Finding]:
-    """Where documents and shards contradict each other.
+    """Yield where documents and shards contradict each other.
 
     While there is a contradiction, nothing may be removed from the cache: files that a lost document referred to look
     unneeded.
@@ -160,7 +160,7 @@ def _uncommitted(
 
 
 def _is_spare(cache: Cache, owner: str, path: str) -> bool:
-    """Whether other shards have every record of a shard."""
+    """Return whether other shards have every record of a shard."""
     with skip_damaged():
         keys = fixed(shard.read_table(cache.files, path).column("key"))
         return bool(cache.index(owner).present(keys).all())

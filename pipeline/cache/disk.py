@@ -57,7 +57,7 @@ class Handle:
 
     @property
     def size(self) -> int:
-        """Of the file, in bytes."""
+        """Return the size of the file in bytes."""
         return os.fstat(self.descriptor).st_size
 
     def file(self) -> BinaryIO:
@@ -99,12 +99,12 @@ def cache_errors(path: Path) -> Iterator[None]:
 
 
 def is_out_of_resources(error: BaseException | None) -> bool:
-    """Whether an error or one of its causes says that file descriptors, memory or disk space have run out."""
+    """Return whether an error or one of its causes says that file descriptors, memory or disk space have run out."""
     return machine_errno(error) is not None
 
 
 def is_out_of_space(error: BaseException | None) -> bool:
-    """Whether an error or one of its causes says that disk space has run out."""
+    """Return whether an error or one of its causes says that disk space has run out."""
     return machine_errno(error) in NO_SPACE
 
 
@@ -126,7 +126,7 @@ def raise_if_of_machine(error: BaseException, place: str) -> None:
 
 
 def descriptors_left() -> int:
-    """How many more files this process may open, with `SPARE_DESCRIPTORS` left over."""
+    """Return how many more files this process may open, with `SPARE_DESCRIPTORS` left over."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize
@@ -158,8 +158,8 @@ def temporary_in(folder: Path) -> Iterator[Path]:
 
 
 def is_foreign(name: str) -> bool:
-    """Whether a file in a cache's folder is not the cache's: NFS clients (`.nfs*`), file browsers (`._*`) and editors
-    leave files whose names begin with a dot.
+    """Return whether a file in a cache's folder is not the cache's: NFS clients (`.nfs*`), file browsers (`._*`) and
+    editors leave files whose names begin with a dot.
 
     `.nfs*` is a removed file that a process has open; its client removes it when it is closed. Removing it on another
     machine would kill a process that has it mapped (SIGBUS).

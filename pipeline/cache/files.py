@@ -117,11 +117,11 @@ class Files:
     # ------------------------------------------------------------ reading
 
     def exists(self, name: str) -> bool:
-        """Whether a file, or the copy of a lost document, exists."""
+        """Return whether a file, or the copy of a lost document, exists."""
         return self.has_file(name) or (layout.is_document(name) and self.has_file(Paths.copy(name)))
 
     def has_file(self, name: str) -> bool:
-        """Whether a file of exactly this name exists; copies of documents do not count."""
+        """Return whether a file of exactly this name exists; copies of documents do not count."""
         return self.store.stat(name) is not None
 
     def read(self, name: str) -> bytes:
@@ -212,11 +212,11 @@ class Files:
         return self._mirror.open(name, trust=trust)
 
     def ranged(self, name: str) -> Handle:
-        """As `open`, for reading a few ranges of a large file: from an object store only those are transferred."""
+        """Open for reading a few ranges of a large file: from an object store only those are transferred."""
         return self.store.open(name) if self.store.has_ranges else self.open(name)
 
     def _whole(self, name: str) -> Handle:
-        """As `open`, for reading a file once: the mirror keeps no copy."""
+        """Open for reading a file once: the mirror keeps no copy."""
         if self._mirror is None:
             return self.store.open(name)
         return self._mirror.fetched(name)
@@ -322,8 +322,8 @@ class Files:
         return False
 
     def is_intact(self, name: str) -> bool:
-        """Whether a content-addressed file exists and its bytes match its name. Raises as `open`, if the fault is not
-        the file's."""
+        """Return whether a content-addressed file exists and its bytes match its name. Raises as `open`, if the fault
+        is not the file's."""
         try:
             return self.digest(name) == PurePosixPath(name).stem
         except (IntegrityError, OSError) as error:

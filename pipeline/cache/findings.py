@@ -41,7 +41,7 @@ class Finding:
 
 
 def damage_only(error: CacheError | OSError) -> str:
-    """What is wrong with a file, as an error of reading it says.
+    """Say what is wrong with a file, as an error of reading it says.
 
     Raises:
         AwayError, NoSpaceError, ResourceError: `error` is one, or says the same: it says nothing about the file.
@@ -82,7 +82,7 @@ def bucket_command(name: str, head: Head) -> str:
 
 
 def fix_of_head(name: str) -> str:
-    """What to do about a lost head of a snapshot, which said how it was made. `latest` moves to any snapshot.
+    """Return what to do about a lost head of a snapshot, which said how it was made. `latest` moves to any snapshot.
 
     Args:
         name: points to it.
@@ -94,7 +94,7 @@ def fix_of_head(name: str) -> str:
 
 
 def fix_of_snapshot(cache: Cache, snapshot: str, name: str | None) -> str:
-    """What to do about a snapshot that lacks files.
+    """Return what to do about a snapshot that lacks files.
 
     Args:
         name: points to it; None: no name does.

@@ -87,7 +87,7 @@ def remove(
 
 
 class Needed:
-    """What a cache's documents refer to, as read at one moment.
+    """The names that a cache's documents refer to, as read at one moment.
 
     Args:
         before: a head without a name does not count if it was last written at or before this moment. A source counts as
@@ -137,7 +137,7 @@ class Needed:
         return {pack for pack, in_use in packs_in_use.items() if pack is not None and not in_use}
 
     def why_unneeded(self, name: str) -> str | None:
-        """Why nothing needs a file; None if something needs it."""
+        """Say why nothing needs a file; None if something needs it."""
         path = PurePosixPath(name.removeprefix("copies/"))
         folder, stem = path.parts[0], path.stem
         if folder in ("plans", "units") and path.parts[1] in self.abandoned_packs:

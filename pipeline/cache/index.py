@@ -254,7 +254,7 @@ def missing_shards(files: Files, folder: str, shards: Sequence[str], sizes: Sequ
 
 @dataclass(frozen=True)
 class _CommittedPlan:
-    """What an index needs of a plan's commits; with their provenance they would be several times as large.
+    """The part of a plan's commits that an index needs; with their provenance they would be several times as large.
 
     Attributes:
         shards: columns of their names. bytes: (n,) int64 of each.
@@ -410,7 +410,7 @@ class RecordIndex:
         return present
 
     def has(self, key: bytes) -> bool:
-        """Whether a record exists in a shard that is not lost."""
+        """Return whether a record exists in a shard that is not lost."""
         return bool(self.present(as_keys([key]))[0])
 
 

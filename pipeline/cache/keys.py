@@ -219,7 +219,7 @@ class ItemRows:
         return rows
 
     def every(self, items: Sequence[str]) -> list[list[int]]:
-        """For each item all its rows, ascending."""
+        """List all rows of each item, ascending."""
         groups, result = self._keys.find(item_keys(items)), list[list[int]]([] for _ in items)
         (there,) = np.nonzero(groups >= 0)
         starts, ends = self._starts[groups[there]], self._ends(groups[there])
@@ -228,7 +228,7 @@ class ItemRows:
         return result
 
     def _ends(self, groups: np.ndarray) -> np.ndarray:
-        """Where the rows of groups end."""
+        """Return where the rows of groups end."""
         following = np.minimum(groups + 1, len(self._starts) - 1)
         return np.where(groups + 1 < len(self._starts), self._starts[following], len(self._rows))
 

@@ -112,12 +112,12 @@ def way_out(name: str) -> str:
 
 
 def is_document(name: str) -> bool:
-    """Whether a file is a document, which is stored twice."""
+    """Return whether a file is a document, which is stored twice."""
     return name == Paths.FORMAT or (name.partition("/")[0] in DOCUMENTS and name.endswith(".json"))
 
 
 def has_copy(name: str) -> bool:
-    """Whether a file is stored twice: documents, and tables that cannot be made from other files."""
+    """Return whether a file is stored twice: documents, and tables that cannot be made from other files."""
     return is_document(name) or name.startswith("tables/")
 
 
@@ -141,7 +141,7 @@ _ALWAYS = {
 
 
 def contradicts_name(name: str, body: dict[str, Any]) -> str:
-    """What in a document contradicts its name, "" if nothing. It may be another, intact document."""
+    """Return what in a document contradicts its name, "" if nothing. It may be another, intact document."""
     folder, _, rest = name.partition("/")
     owner, stem = rest.partition("/")[0], rest.rpartition("/")[2].removesuffix(".json")
     lacking = [f"no {key}" for key in _ALWAYS.get(folder, ()) if key not in body]

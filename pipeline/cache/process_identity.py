@@ -33,7 +33,8 @@ os.register_at_fork(after_in_child=place.cache_clear)
 
 
 def has_ended(other: Mapping[str, object]) -> bool:
-    """Whether the process of a `place` ran on this machine and has certainly ended; False if that is not known."""
+    """Return whether the process of a `place` ran on this machine and has certainly ended; False if that is not
+    known."""
     machine = place().get("machine")
     if machine is None or other.get("machine") != machine:
         return False
@@ -41,7 +42,7 @@ def has_ended(other: Mapping[str, object]) -> bool:
 
 
 def ended(process: str, started: str) -> bool:
-    """Whether a process of this machine (see `place`) has certainly ended."""
+    """Return whether a process of this machine (see `place`) has certainly ended."""
     if not process.isdigit():
         return False
     try:
@@ -66,7 +67,7 @@ def name_prefix() -> str:
 
 
 def is_owned_by_live_process(name: str) -> bool:
-    """Whether a file name has the prefix of a process of this machine that has not ended."""
+    """Return whether a file name has the prefix of a process of this machine that has not ended."""
     machine, _, rest = name.partition("-")
     process, _, rest = rest.partition("-")
     identity = place()

@@ -55,7 +55,8 @@ def with_prefix(text: str, prefix: str) -> str:
 
 
 def has_words(text: str, words: str) -> bool:
-    """Whether a text has the words of a trigger, whole and in order, in any case: `sks dog`, not `ask` in `mask`."""
+    """Return whether a text has the words of a trigger, whole and in order, in any case: `sks dog`, not `ask` in
+    `mask`."""
     pattern = r"\s+".join(map(re.escape, words.split()))
     return re.search(rf"(?<!\w){pattern}(?!\w)", text, re.IGNORECASE) is not None
 

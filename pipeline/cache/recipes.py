@@ -85,7 +85,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class PictureRecipe(Recipe, ABC):
-    """Of records that belong to a picture at a target resolution.
+    """A recipe of records that belong to a picture at a target resolution.
 
     Attributes:
         picture: the kind of the further picture that they are made of; "" for the sample's own.
@@ -124,8 +124,8 @@ class PictureRecipe(Recipe, ABC):
 
 @dataclass(frozen=True)
 class CaptionRecipe(Recipe):
-    """Of records that belong to a caption: (rows, width), the first `valid` of which attention may see. The caption
-    as written is stored beside. One null record per recipe has all rows of the empty caption.
+    """A recipe of records that belong to a caption: (rows, width), the first `valid` of which attention may see. The
+    caption as written is stored beside. One null record per recipe has all rows of the empty caption.
 
     Attributes:
         normalisation: what captions share a record; see `pipeline.sources.caption_rules.normalise`.
@@ -153,12 +153,12 @@ class CaptionRecipe(Recipe):
 
 
 def pictures_of(recipes: Iterable[Recipe]) -> list[PictureRecipe]:
-    """Those of records that belong to a picture."""
+    """Return the recipes of records that belong to a picture."""
     return [recipe for recipe in recipes if isinstance(recipe, PictureRecipe)]
 
 
 def caption_of(recipes: Iterable[Recipe]) -> CaptionRecipe:
-    """That of the records that belong to captions.
+    """Return the recipe of the records that belong to captions.
 
     Raises:
         IntegrityError: there is none, or there are several.

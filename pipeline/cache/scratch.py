@@ -155,7 +155,7 @@ class Scratch:
             yield ordered, part.column("row").to_numpy(), is_first(ordered)
 
     def absent(self, keys: Iterable[np.ndarray], others: Iterable[np.ndarray], count: int) -> np.ndarray:
-        """Which keys are not among others, (count,) bool.
+        """Find which keys are not among others, (count,) bool.
 
         Args:
             keys, others: (n,) S16 each, in the order of rows. count: of all keys.

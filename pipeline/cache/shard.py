@@ -431,7 +431,7 @@ class ShardReader:
         return self.read_span(shard, start, pieces) == end - start
 
     def matches(self, key: bytes, checksum: bytes, payload: memoryview) -> bool:
-        """Whether a payload is what was written under this key."""
+        """Return whether a payload is what was written under this key."""
         return layout.checksum(self.recipe_id, key, payload) == checksum
 
     def stored(self, shard: str, offset: int, key: bytes, expected: bytes, length: int | None) -> bytearray:

@@ -160,8 +160,8 @@ class Policies(HeadObject):
 
 @dataclass(frozen=True)
 class TextPlace(HeadObject):
-    """Where the text record of the empty caption or of a prompt is. Attention sees its first `valid` rows; the empty
-    caption has all rows.
+    """The place of the text record of the empty caption or of a prompt. Attention sees its first `valid` rows; the
+    empty caption has all rows.
 
     length: bytes of the payload, where it is not plain bf16.
     """
@@ -240,7 +240,7 @@ class Head(HeadObject):
         return cls.parse(files.document(Paths.snapshot(snapshot_id))).bound(files)
 
     def bound(self, files: Files) -> Self:
-        """This head, whose lists are in a cache."""
+        """Return this head with its lists in a cache."""
         for part in self._lists():
             part.files = files
         return self
@@ -375,7 +375,7 @@ def write_chunk(files: Files | None, samples: pa.Table, names: pa.Table) -> Chun
 
 @dataclass(frozen=True, kw_only=True)
 class RecordPlace:
-    """Where a record is. length: bytes of a payload that is not plain values."""
+    """The place of a record. length: bytes of a payload that is not plain values."""
 
     shard: str
     offset: int
@@ -386,7 +386,7 @@ class RecordPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class Caption(RecordPlace):
-    """Where the record of a caption is. rows: its valid rows."""
+    """The place of a caption's record. rows: its valid rows."""
 
     rows: int
     weight: float
@@ -494,7 +494,7 @@ class Snapshot:
 
     @property
     def packed(self) -> bool:
-        """Whether its records lie in joint shards, in a shuffled order."""
+        """Return whether its records lie in joint shards, in a shuffled order."""
         return self.head.folder is not None
 
     def recipe(self, kind: type[R]) -> R:
@@ -614,7 +614,8 @@ class Snapshot:
         return names
 
     def written(self, row: int) -> list[dict[str, Any]]:
-        """Where a sample's captions lie in the text shards, as written: `offset`, `length`, `checksum` of each."""
+        """Return where a sample's captions lie in the text shards, as written: `offset`, `length`, `checksum` of
+        each."""
         table, at = self._named(row)
         return table.column("captions")[at].as_py()
 
@@ -652,7 +653,7 @@ def _mapped(files: Files, chunks: ChunkTable, checked: dict[str, tuple[int, ...]
 
 
 def open_chunks(room: int | None) -> int:
-    """How many chunks of a snapshot stay mapped. room: bytes of the mirror, if there is one."""
+    """Return how many chunks of a snapshot stay mapped. room: bytes of the mirror, if there is one."""
     return OPEN_CHUNKS if room is None else min(OPEN_CHUNKS, max(MIRRORED_CHUNKS, room // (4 * CHUNK_BYTES)))
 
 

@@ -85,7 +85,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ListTable(HeadObject):
-    """What a document says of a list in a table.
+    """The entry of a document for a list in a table.
 
     Attributes:
         table: its digest (hex).
@@ -133,7 +133,7 @@ class TableList(Sequence[T]):
         return listed
 
     def values(self) -> dict[str, Any]:
-        """What a document says of the list, as JSON."""
+        """Return what a document says of the list, as JSON."""
         return self.entry.values()
 
     def __eq__(self, other: object) -> bool:

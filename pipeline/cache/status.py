@@ -69,7 +69,7 @@ class _Counts:
             self.damaged[what] = {"problem": damage_only(error), "fix": error.fix or REPAIR}
 
     def stores(self) -> dict[str, dict[str, Any]]:
-        """By recipe or pack."""
+        """Count records by recipe or pack."""
         stores = {}
         for name in [*recipe_names(self.cache), *packs(self.cache)]:
             with self._readable(Paths.plans(name)):
@@ -101,7 +101,7 @@ class _Counts:
         }
 
     def sources(self, stores: dict[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], bool]:
-        """By name; and whether some source is still being scanned or planned."""
+        """Count items by name; and say whether some source is still being scanned or planned."""
         sources: dict[str, dict[str, Any]] = {}
         scanning = any("/planned-" not in entry.name for entry in self.cache.files.walk("fragments"))
         for name in self.cache.sources():
@@ -121,7 +121,7 @@ class _Counts:
         return sources, scanning
 
     def tasks(self) -> list[dict[str, Any]]:
-        """What the claims of units say of the processes that hold them, by node and task."""
+        """Return what the claims of units say of the processes that hold them, by node and task."""
         newest: dict[str, dict[str, Any]] = {}
         for entry in self.cache.files.walk("claims"):
             silent_s = max(0.0, self.now - entry.modified)

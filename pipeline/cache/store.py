@@ -1,4 +1,4 @@
-"""What a place for a cache's files can do: five operations that write and six that read. A folder (`folder_store`) and
+"""A store, the place of a cache's files: five operations that write and six that read. A folder (`folder_store`) and
 an object store (`object_store`) implement them; `pipeline.cache.files.Files` is everything else, written once.
 
 Names are relative to the cache, with forward slashes. An operation waits for a place that does not answer, for

@@ -1,1 +1,1 @@
-"""From sources to the cache: scan, plan, work."""
+"""The way from sources to the cache: scan, plan, work."""

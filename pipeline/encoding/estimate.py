@@ -30,7 +30,7 @@ from pipeline.encoding import image_batch, scan_rows
 from pipeline.encoding import plan as planning
 from pipeline.encoding.plan import Fitting, images_of_batch
 from pipeline.images import buckets, decoding
-from pipeline.signals import CaptionSignal, PictureEncoder, PictureSignal
+from pipeline.signals import CaptionSignal, Encoders, PictureEncoder, PictureSignal
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import escaped
 from pipeline.sources.reject_kinds import Kinds
@@ -150,7 +150,7 @@ def wanted(scan: pa.Table, cache: Cache | None, recipes: Sequence[Recipe], table
 
 
 def _counted(scan: pa.Table, table: list[Shape]) -> Wanted:
-    """What the scan alone says: items, rejects and buckets."""
+    """Return what the scan alone says: items, rejects and buckets."""
     work, shapes = Wanted(items=scan.num_rows, unread=scan_rows.unread(scan)), np.array(table, np.int64)
     for batch in batches(scan.select(planning.SCANNED)):
         refused = batch.filter(pc.is_valid(batch.column("reject")))
@@ -170,8 +170,9 @@ def _counted(scan: pa.Table, table: list[Shape]) -> Wanted:
 def _new(
     records: pa.Table, name: str, cache: Cache | None, recipe: Recipe, refused: dict[tuple[str, str], None]
 ) -> Iterator[tuple[pa.Table, int]]:
-    """Of pieces of a work list: the rows that the cache lacks, and the number of those that it has. Rows that cannot be
-    made are added to `refused`, as (value of column `name`, reason): each once, whatever kinds of records lack it."""
+    """Divide pieces of a work list: the rows that the cache lacks, and the number of those that it has. Rows that
+    cannot be made are added to `refused`, as (value of column `name`, reason): each once, whatever kinds of records
+    lack it."""
     if cache is None:
         yield from ((batch, 0) for batch in batches(records))
         return
@@ -310,7 +311,7 @@ def _picture_bytes(pictures: Pictures, config: Config, recipe: PictureRecipe) ->
 
 @dataclass(frozen=True)
 class Speed:
-    """What a probe measured, in seconds; None if nothing could be measured.
+    """The seconds that a probe measured; None if nothing could be measured.
 
     Attributes:
         pixel_s: encoding a picture, by each of its pixels, by recipe.
@@ -340,7 +341,7 @@ def probe(
     Raises:
         UserError: the encoders cannot be loaded, or their output is wrong.
     """
-    text = caption_of(recipes)
+    text, encoders = caption_of(recipes), Encoders(config.vae, config.text)
     assert isinstance(text, CaptionSignal)
     pixel_s: dict[PictureSignal, float] = {}
     decoded: list[float] = []
@@ -348,18 +349,18 @@ def probe(
     token_s = None
     if work.captions:
         began = time.monotonic()
-        encoder: Any = text.encoder(config, device)
+        encoder: Any = text.encoder(encoders, device)
         load_s += time.monotonic() - began
         token_s, texts = _probe_text(encoder, work, config, began + load_s + budget_s / 3)
         del encoder
     new = {recipe: each for recipe, each in work.pictures.items() if each.sizes}
     for recipe, pictures in new.items():
         began = time.monotonic()
-        encoder = recipe.encoder(config, device)
+        encoder = recipe.encoder(encoders, device)
         loaded = time.monotonic()
         load_s += loaded - began
         [(shape, _)] = pictures.sizes.most_common(1)
-        fitting = image_batch.fitting(partial(recipe.footprint, config), lambda: device)
+        fitting = image_batch.fitting(partial(recipe.footprint, encoders), lambda: device)
         places = pictures.first[shape]
         end = loaded + budget_s * 2 / 3 / len(new)
         seconds, count = probe_images(encoder, source, places, shape, config, recipe, end, decoded, fitting)
@@ -475,7 +476,7 @@ def report(
 
     Args:
         free: free bytes; None if the store does not say.
-        reserve: bytes that must stay free (`encode.min_free_gib`).
+        reserve: bytes that must stay free (`disk_space.RESERVE`).
         time_estimate: from `times`; None if nothing was probed.
     """
     pictures = work.pictures.items()
@@ -505,13 +506,13 @@ def report(
 
 
 def column_lines(columns: Sequence[str]) -> list[str]:
-    """Which columns of a table have the pictures, for people."""
+    """Find which columns of a table have the pictures, for people."""
     names = " or ".join(repr(escaped(column)) for column in columns)
     return [f"pictures are taken from the column {names}"] if columns else []
 
 
 def ignored_lines(ignored: Kinds) -> list[str]:
-    """What of a source is not used, for people."""
+    """Say what of a source is not used, for people."""
     head = f"{ignored.total} files, members or captions of the source are not used:"
     return [head, *ignored.ranked().lines()] if ignored.total else []
 

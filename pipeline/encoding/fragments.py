@@ -72,8 +72,8 @@ class Fragments:
         self.worker.run(_Gathering(self, make, arrived, scans), ids, str, POLL_S)
 
     def help(self, ids: list[str], make: Callable[[str], Rows], arrived: Callable[[int], None], scans: int) -> None:
-        """As `gather`, for a process that does not need the rows. arrived: called with the number of rows of fragments
-        that others have made."""
+        """Work as `gather` does, for a process that does not need the rows. arrived: called with the number of rows of
+        fragments that others have made."""
         self._remove_unreadable(ids)
         self.worker.run(_Helping(self, make, lambda fragment, rows: None, scans, arrived), ids, str, POLL_S)
 

@@ -1,4 +1,4 @@
-"""How many pictures of a size go through the VAE at a time where `encode.image_batch` is auto.
+"""The number of pictures of a size that go through the VAE at a time where `encode.image_batch` is auto.
 
 `fitting` gives for a target size the pictures whose tensors fit into the GPU with `MARGIN` left free, and whose
 largest tensor has at most `INDEXED` values (15 pictures of 1024 x 1024 pixels, 63 of 512 x 512).

@@ -23,7 +23,6 @@ from pipeline.cache.scan_table import SCAN
 from pipeline.errors import IntegrityError, UserError
 from pipeline.images import decoding
 from pipeline.sources.further import remedy
-from pipeline.sources.links import DEAD
 from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Source
 
@@ -37,7 +36,7 @@ class LastScan:
     """The last scan of a source in a cache, if there is one.
 
     Args:
-        rehash: do not trust size and mtime, so that no row is used again, except of links that have died.
+        rehash: do not trust size and mtime, so that no row is used again.
 
     Attributes:
         document: of the scan.
@@ -49,7 +48,7 @@ class LastScan:
 
     @cached_property
     def table(self) -> pa.Table | None:
-        """Its table, if it is trusted."""
+        """Return its table, if it is trusted."""
         return None if self._rehash else self._read()
 
     def parts(self, alone: bool) -> dict[str, tuple[str, int, int]]:
@@ -60,8 +59,7 @@ class LastScan:
         """
         few = ["part", "stamp", "reject"]
         table = self.table if alone or self._rehash else self._read(few)
-        again = (UNREADABLE, *([DEAD] if self._source.retries_links else []))
-        return {} if table is None else _runs(table, again)
+        return {} if table is None else _runs(table)
 
     def find(self, items: list[str]) -> RowsByItem:
         """Rows by item. An item that was never read has none. Several threads may call it after a first call."""
@@ -74,7 +72,7 @@ class LastScan:
     @cached_property
     def _known(self) -> ItemRows | None:
         """The rows that stay as they are while their item is unchanged."""
-        last = self._read() if self._rehash and self._source.has_links else self.table
+        last = self.table
         # An item that was rejected for its captions was never read. Bad bytes stay bad while unchanged, except if a
         # limit was the reason, because the limit may be higher now.
         limits = "|".join(map(re.escape, decoding.LIMITS))
@@ -82,10 +80,7 @@ class LastScan:
         def read(last: pa.Table) -> Iterator[pa.Table]:
             for batch in arrow.batches(last):
                 limited = pc.fill_null(pc.match_substring_regex(batch.column("reject"), limits), False)
-                known = pc.is_valid(batch.column("digest"))
-                if not self._source.retries_links:
-                    known = pc.or_(known, pc.fill_null(pc.starts_with(batch.column("reject"), DEAD), False))
-                yield batch.filter(pc.and_(known, pc.invert(limited)))
+                yield batch.filter(pc.and_(pc.is_valid(batch.column("digest")), pc.invert(limited)))
 
         scratch = self._source.scratch
         return None if last is None else ItemRows(scratch.table(SCAN, read(last)), scratch)
@@ -105,17 +100,14 @@ def _table(cache: Cache, scan: dict[str, Any], columns: list[str] | None = None)
         return None
 
 
-def _runs(table: pa.Table, retried: tuple[str, ...]) -> dict[str, tuple[str, int, int]]:
-    """Part -> (stamp, first row, rows), for parts whose rows can be used again as long as the stamp is unchanged.
-
-    retried: how the reasons of rejects begin that are tried again.
-    """
+def _runs(table: pa.Table) -> dict[str, tuple[str, int, int]]:
+    """Part -> (stamp, first row, rows), for parts whose rows can be used again as long as the stamp is unchanged."""
     again: set[str] = set()
     runs: list[tuple[str | None, str | None, int]] = []  # part, stamp, first row
     first = 0
     for batch in arrow.batches(table.select(["part", "stamp", "reject"])):
         rejects = batch.filter(pc.is_valid(batch.column("reject"))).to_pylist()
-        again |= {r["part"] for r in rejects if r["reject"].startswith(retried) or is_limited(r["reject"])}
+        again |= {r["part"] for r in rejects if r["reject"].startswith(UNREADABLE) or is_limited(r["reject"])}
         ends = [pc.run_end_encode(batch.column(c).combine_chunks()).run_ends.to_numpy() for c in ("part", "stamp")]
         for start in sorted({0, *ends[0].tolist()[:-1], *ends[1].tolist()[:-1]}):
             part, stamp = batch.column("part")[start].as_py(), batch.column("stamp")[start].as_py()
@@ -131,17 +123,17 @@ def _runs(table: pa.Table, retried: tuple[str, ...]) -> dict[str, tuple[str, int
 
 
 def unchanged_row(row: dict[str, Any] | None, size: int, mtime: int) -> dict[str, Any] | None:
-    """The row of the last scan, if size (-1: not known) and mtime are unchanged."""
-    return row if row is not None and size in (-1, row["size"]) and row["mtime_ns"] == mtime else None
+    """The row of the last scan, if size and mtime are unchanged."""
+    return row if row is not None and (size, mtime) == (row["size"], row["mtime_ns"]) else None
 
 
 def is_limited(reject: str) -> bool:
-    """Whether a higher limit would let the picture in."""
+    """Return whether a higher limit would let the picture in."""
     return any(limit in reject for limit in decoding.LIMITS)
 
 
 def gone(cache: Cache, source: Source, table: pa.Table, most: float) -> int:
-    """How many usable pictures of the last scan are missing in `table`.
+    """Return how many usable pictures of the last scan are missing in `table`.
 
     A picture is missing if neither its item nor its bytes are among the readable rows. A picture that a setting leaves
     out is not missing.

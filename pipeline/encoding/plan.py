@@ -262,8 +262,9 @@ def _of_kind(recipe: PictureRecipe, rows: pa.Table) -> pa.Table:
 
 
 def lead_made(cache: Cache, plan: WorkPlan, lead: str) -> Callable[[Unit], bool]:
-    """Whether a unit of a plan need not wait for the unit that it goes with: that one is committed, is not there, or is
-    not of the recipe `lead`, whose units this run makes first (such as after another VAE was configured)."""
+    """Return whether a unit of a plan need not wait for the unit that it goes with: that one is committed, is not
+    there, or is not of the recipe `lead`, whose units this run makes first (such as after another VAE was
+    configured)."""
     if plan.beside is None or plan.beside[0] != lead or _finished(cache, first := cache.plan(*plan.beside)):
         return lambda unit: True
     done = {None, *committed(cache.files, *plan.beside)}
@@ -320,7 +321,7 @@ def settled(cache: Cache, recipe: Recipe, work: pa.Table) -> Iterator[tuple[pa.T
 
 
 def count_missing(cache: Cache, recipe: Recipe, work: pa.Table) -> tuple[int, int]:
-    """How many records of a work list are missing, and how many exist. Permanent failures are neither."""
+    """Return how many records of a work list are missing, and how many exist. Permanent failures are neither."""
     missing = existing = 0
     for _, present, refused in settled(cache, recipe, work.select(["key"])):
         missing += int((~present & ~refused).sum())
@@ -374,7 +375,7 @@ def _with_keys(work: pa.Table, keys: Iterable[str] | None) -> pa.Table:
 
 
 def has_key(work: pa.Table, keys: Iterable[str]) -> pa.ChunkedArray:
-    """Which rows of a work list have one of these keys (hex)."""
+    """Find which rows of a work list have one of these keys (hex)."""
     return pc.is_in(work.column("key"), value_set=binary(as_keys([bytes.fromhex(key) for key in keys])))
 
 

@@ -1,4 +1,4 @@
-"""How a source is read: its scan document remembers the settings, and later scans use them again.
+"""Read a source as before: its scan document remembers the settings, and later scans use them again.
 
 Why: captions, pictures and buckets of a source depend on settings that are often given once, by `--set`. A later
 `encode` of the same source without them would read every old item another way.
@@ -30,11 +30,8 @@ from pipeline.options import put, value_at, within
 GROUPS = (
     ("caption_field", "caption_weights"),
     ("caption_scores",),
-    ("score_threshold",),
-    ("score_power",),
     ("caption",),
     ("caption_prefix",),
-    ("caption_suffix",),
     ("caption_parts",),
     ("tags",),
     ("image_field",),
@@ -62,7 +59,7 @@ _SECTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Reading:
-    """How a source is read.
+    """The way in which a source is read.
 
     Attributes:
         config: with the values that are used.
@@ -75,7 +72,8 @@ class Reading:
     notes: tuple[str, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """What a scan document remembers: `used`, and what the `file` said; each without defaults. Empty if all are."""
+        """Return what a scan document remembers: `used`, and what the `file` said; each without defaults. Empty if all
+        are."""
         given = self.config._data_given
         used = _changed(_values(self.config.data, self.config.encode.signals))
         file = {} if given.file is None else _changed(_values(given.file, given.signals))
@@ -84,7 +82,7 @@ class Reading:
 
 
 def settled(config: Config, format: str | None, name: str, scan: dict[str, Any] | None) -> Reading:
-    """How to read a source.
+    """Say how to read a source.
 
     Args:
         format: as `--format` gives it.
@@ -147,7 +145,7 @@ def _changed(values: dict[str, Any]) -> dict[str, Any]:
 def _is_changed(
     group: tuple[str, ...], now: dict[str, Any], base: dict[str, Any], file: dict[str, Any], given: DataGiven
 ) -> bool:
-    """Whether one of a group's options is given on purpose. base: what the file says; file: what it said."""
+    """Return whether one of a group's options is given on purpose. base: what the file says; file: what it said."""
     return any(
         any(within(name, option) for name in given.overridden)
         or now[option] != base[option]
@@ -203,7 +201,7 @@ def _check_ways(data: DataConfig, name: str) -> None:
 
 
 def _notes(name: str, option: str, before: Any, value: Any, now: Any) -> list[str]:
-    """What differs. before: at the last scan; value: in this one; now: in the configuration."""
+    """Say what differs. before: at the last scan; value: in this one; now: in the configuration."""
     full = "encode.signals" if option == SIGNALS else f"data.{option}"
     old, new, ours = (setting(full, _given(each)) for each in (before, value, now))
     if value != before:

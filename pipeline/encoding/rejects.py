@@ -102,7 +102,7 @@ def check(
 
 
 def too_many(items: int, rejects: int, faults: int, most: float) -> bool:
-    """Whether a source has too many rejects. Arguments as of `check`."""
+    """Return whether a source has too many rejects. Arguments as of `check`."""
     return bool(items) and (faults / items > most or rejects == items)
 
 

@@ -36,6 +36,7 @@ from pipeline.errors import UserError
 from pipeline.images import decoding
 from pipeline.sources import detect
 from pipeline.sources.filesystem import Unreadable
+from pipeline.sources.range_prefetch import PARALLEL_REQUESTS
 from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import ListedItems, Source
 
@@ -86,7 +87,7 @@ def begin(
     """
     settings = Settings(max_pixels, max_bytes, rehash, look, progress, lru_cache(1 << 16)(refuse))
     source.scratch = cache.files.scratch if cache is not None else Scratch()
-    pool = ThreadPoolExecutor(max(1, workers, source.requests if source.is_remote else 1))
+    pool = ThreadPoolExecutor(max(1, workers, PARALLEL_REQUESTS if source.is_remote else 1))
     try:
         yield Scan(source, name, cache, pool, settings, fragments)
     finally:
@@ -261,7 +262,7 @@ class Scan:
         return slice, new, slice.fragment.identity(slice.stats) if new or self._several else None
 
     def _has_new(self, slice: Slice) -> bool:
-        """Whether the slice may have a new picture. A part with a stamp may: it is not listed to find out."""
+        """Return whether the slice may have a new picture. A part with a stamp may: it is not listed to find out."""
         if slice.stamp is not None:
             return True
         slice.before = self.last.find(list(slice.stats))

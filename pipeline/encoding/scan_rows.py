@@ -20,7 +20,6 @@ from pipeline.encoding.last_scan import UNREADABLE, LastScan, RowsByItem, is_lim
 from pipeline.errors import escaped
 from pipeline.images import decoding
 from pipeline.sources.filesystem import Unreadable
-from pipeline.sources.links import DeadLink
 from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Fragment, Item, Place, Reject, Source, Stats
 
@@ -47,8 +46,6 @@ def from_bytes(source: Source, place: Place, max_pixels: int, max_bytes: int = d
     """Digest and size of a picture, from all of its bytes."""
     try:
         data = source.read(place)
-    except DeadLink as error:
-        return {"reject": str(error)}
     except OSError as error:
         return {"reject": f"unreadable: {error}"}
     return {"size": len(data), "digest": layout.digest(data), **_size(data, max_pixels, max_bytes)}
@@ -68,15 +65,13 @@ def from_header(source: Source, place: Place, max_pixels: int, max_bytes: int = 
             if "width" in columns or len(data) >= size or is_limited(columns["reject"]):
                 unread = UNREAD + layout.digest(*map(str, place))[:8]
                 return {"digest": unread, **columns}
-    except DeadLink as error:
-        return {"reject": str(error)}
     except OSError as error:
         return {"reject": f"unreadable: {error}"}
     return from_bytes(source, place, max_pixels, max_bytes)
 
 
 def unread(table: pa.Table) -> int:
-    """How many usable pictures of a scan are known by their headers alone."""
+    """Return how many usable pictures of a scan are known by their headers alone."""
     count = 0
     for batch in batches(table.select(["digest", "reject"])):
         starts = pc.binary_slice(batch.column("digest"), 0, 8)
@@ -201,11 +196,8 @@ class RowMaker:
         if before is not None and not self.settings.rehash:
             return {**before, **listed}
         read = self.settings.look(self.source, item.place, self.settings.max_pixels, self.settings.max_bytes)
-        if before is not None and before["width"] is not None and "width" not in read and stat[0] < 0:
-            return {**before, **listed}  # a link that died; its record may be in the cache
         read |= self._further(item, read)
-        if stat[0] >= 0:
-            read["size"] = stat[0]
+        read["size"] = stat[0]
         return _row(item.key, mtime_ns=stat[1], **listed, **read)
 
     def _further(self, item: Item, read: dict[str, Any]) -> dict[str, Any]:
@@ -227,8 +219,8 @@ class RowMaker:
 
 
 def _another_shape(further: dict[str, Any], picture: dict[str, Any]) -> str | None:
-    """Why a further picture cannot show the same area, or None; sides may be rounded. Both: `width` and `height`, or
-    nothing yet."""
+    """Say why a further picture cannot show the same area, or None; sides may be rounded. Both: `width` and `height`,
+    or nothing yet."""
     if not ("width" in further and "width" in picture):
         return None
     (w, h), (width, height) = ((some["width"], some["height"]) for some in (further, picture))

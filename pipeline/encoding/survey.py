@@ -76,7 +76,7 @@ def survey(
     """
     source, reading = opened(config, data, name, format)
     config = reading.config
-    recipes = signals.recipes(config)
+    recipes = signals.recipes(signals.Encoders(config.vae, config.text), config.data, config.encode)
     table = buckets.table(config.data, compression(recipes))
     cache = Cache.if_there(config)
     if cache is not None:
@@ -155,8 +155,8 @@ def scanning_of(
 
 
 def fit_notes(table: pa.Table, shapes: list[buckets.Shape], data: DataConfig) -> list[str]:
-    """How many usable pictures of a scan fit their buckets badly, where no setting leaves such pictures out, and how
-    many samples lack a further picture that they need not have."""
+    """Return how many usable pictures of a scan fit their buckets badly, where no setting leaves such pictures out, and
+    how many samples lack a further picture that they need not have."""
     rules = (
         ("max_upscale", buckets.upscale, ENLARGED, f"are enlarged by more than {ENLARGED:g} times", "{:.3g} times"),
         ("max_crop_loss", buckets.crop_loss, CROPPED, f"lose more than {CROPPED:.0%} of their area", "{:.0%}"),

@@ -1,4 +1,4 @@
-"""What a source is taken for: captions, masks, control pictures, in a few lines for people, for `init` and `encode`.
+"""The reading of a source: captions, masks, control pictures, in a few lines for people, for `init` and `encode`.
 
 Law: nothing that could be a caption, a mask, a control picture or a trigger word is silently taken for something else
 or ignored. `Understood.lines` say what was taken for what, with a caption as the model reads it, and what else a name
@@ -54,7 +54,7 @@ _OF_FILES = {"image", "images", "file", "path", "mask", "masks", "control", "con
 
 @dataclass(frozen=True)
 class Understood:
-    """What a scan was taken for.
+    """The reading of a scan: what its files, captions and further pictures were taken for.
 
     Attributes:
         usable: pictures. captioned: those with a caption of their own, usable or not.
@@ -83,16 +83,17 @@ class Understood:
     signs: tuple[Sign, ...]
 
     def lines(self, data: DataConfig, normalisation: str) -> list[str]:
-        """For people. data: the settings that the captions will be made with; normalisation: of the text recipe."""
+        """Describe it for people. data: the settings that the captions will be made with; normalisation: of the text
+        recipe."""
         return [*self.summary(data, normalisation), *self.remarks(data)]
 
     def summary(self, data: DataConfig, normalisation: str) -> list[str]:
-        """What was taken for what."""
+        """Return what was taken for what."""
         further = [f"{kind} pictures: {count} of {self.usable}" for kind, count in self.further.items()]
         return [*self._captions(data, normalisation), *further]
 
     def remarks(self, data: DataConfig) -> list[str]:
-        """What was not used, and may be meant. data: the settings that the captions will be made with."""
+        """Say what was not used, and may be meant. data: the settings that the captions will be made with."""
         patterns = [_said(each, self.source) for each in self.patterns]
         lists = [f"{escaped(each.file)} names pictures without a caption and is not used" for each in self.lists]
         signs = [*self._twice(data), *caption_signs.said(self.signs, data)]
@@ -111,7 +112,7 @@ class Understood:
 
     @property
     def remedy(self) -> str | None:
-        """What a user can do where pictures without a caption are too many; None: their names say nothing."""
+        """Say what a user can do where pictures without a caption are too many; None: their names say nothing."""
         if self.data.caption is not None:
             return None
         lines = [_beside(self.source, each) for each in self.loose]
@@ -140,7 +141,7 @@ class Understood:
 
 
 def of(source: Source, scan: pa.Table, data: DataConfig, is_chosen: bool | None = None) -> Understood:
-    """What a scan was taken for.
+    """Return what a scan was taken for.
 
     Args:
         data: the settings that it was made with.
@@ -256,7 +257,7 @@ def _joining(pattern: Pattern, understood: Understood) -> str | None:
 
 
 def settles(config: Config, option: str) -> bool:
-    """Whether the user gives an option of `data`, or of a section of this name."""
+    """Return whether the user gives an option of `data`, or of a section of this name."""
     given = config._data_given
     return option in {name.partition(".")[0] for name in (*given.overridden, *given.named)}
 
@@ -315,8 +316,8 @@ def refuse(understood: Understood, config: Config, scan: pa.Table, cache: Cache 
 
 
 def without_trigger(reading: Reading, name: str, scan: dict[str, Any] | None) -> Reading:
-    """How a source is read, without the prefix of the configuration where it is called like regularisation pictures,
-    unless `--set` gives it now or gave it at an earlier scan.
+    """Say how a source is read, without the prefix of the configuration where it is called like regularisation
+    pictures, unless `--set` gives it now or gave it at an earlier scan.
 
     Args:
         name: of the source. scan: its last scan document.
@@ -336,7 +337,7 @@ def without_trigger(reading: Reading, name: str, scan: dict[str, Any] | None) ->
 
 
 def places_of(understood: Understood) -> tuple[str, str]:
-    """Where the pictures of the subject and the regularisation pictures are, if two folders have them."""
+    """Return where the pictures of the subject and the regularisation pictures are, if two folders have them."""
     root, [first, *_] = understood.source.location.rstrip("/"), understood.regularisation
     return f"{root}/{first.of}".rstrip("/"), f"{root}/{first.value}"
 
@@ -545,7 +546,7 @@ def _made(data: DataConfig, text: str, item: str, source: str) -> str:
 
 
 def _has_caption(scan: pa.Table, data: DataConfig, source: str) -> pa.ChunkedArray:
-    """Whether each item has a caption that is not the default."""
+    """Return whether each item has a caption that is not the default."""
     chunks = []
     for batch in batches(scan.select(["item", "captions"])):
         captions = batch.column("captions")
@@ -554,14 +555,14 @@ def _has_caption(scan: pa.Table, data: DataConfig, source: str) -> pa.ChunkedArr
             filled = pc.if_else(there, captions, pa.scalar([{"text": "", "weight": 0.0}], captions.type))
             texts = pc.struct_field(pc.list_element(filled, 0), "text")
             default = _default(batch.column("item"), data, source)
-            wrapped = pc.binary_join_element_wise(data.caption_prefix, default, data.caption_suffix, "")
+            wrapped = pc.binary_join_element_wise(data.caption_prefix, default, "")
             there = pc.and_(there, pc.not_equal(texts, wrapped))
         chunks += there.chunks
     return pa.chunked_array(chunks, pa.bool_())
 
 
 def _default(items: pa.Array, data: DataConfig, source: str) -> pa.Array | pa.Scalar:
-    """What `CaptionRule` gives items without a caption."""
+    """Return what `CaptionRule` gives items without a caption."""
     if data.caption == "none":
         return pa.scalar("")
     if data.caption == "filename":

@@ -23,7 +23,7 @@ from pipeline.config import Config
 from pipeline.encoding import estimate, unit_records
 from pipeline.encoding.scan import reopen
 from pipeline.errors import CacheError
-from pipeline.signals import CaptionSignal, Comparison, PictureSignal, Signal
+from pipeline.signals import CaptionSignal, Comparison, Encoders, PictureSignal, Signal
 from pipeline.sources.reject_kinds import kind
 from pipeline.sources.source import Source
 from pipeline.work.disk_space import DiskSpace
@@ -54,6 +54,7 @@ class UnitEncoder:
         check: bool = False,
     ):
         self.config, self.cache, self.sources, self.meter = config, cache, dict(sources), Meter()
+        self._models = Encoders(config.vae, config.text)
         self._checks = check
         self._checked: set[str] = set()
         self._encoder: Any = None
@@ -77,7 +78,7 @@ class UnitEncoder:
         with ExitStack() as stack:
             beside = [stack.enter_context(each) for each in self._units_beside(plan, unit, rows)]
             batches = self._batches(recipe, unit, rows, None, beside)
-            provenance = recipe.provenance(self.config)
+            provenance = recipe.provenance(self._models)
             if mode := getattr(self._encoder, "mode", None):
                 provenance[f"{recipe.kind}_mode"] = mode
             commit = unit_records.write_unit(
@@ -94,7 +95,7 @@ class UnitEncoder:
         if comparison is not None and comparison.ready:
             self._name, self._encoder = "", None  # one encoder at a time
             self._comparisons[recipe.name] = None
-            click.echo(comparison.line(device(self.config)))
+            click.echo(comparison.line(device(self.config.encode.device)))
         return commit
 
     def _pairs(self, plan: WorkPlan, unit: Unit) -> Iterator[tuple[WorkPlan, Unit]]:
@@ -147,7 +148,7 @@ class UnitEncoder:
             pairs = [(plan, unit), *self._pairs(plan, unit)]
             return sum(estimate.unit_bytes(self.cache, *pair) for pair in pairs)
 
-        return DiskSpace(self.cache, self.config.encode, unit_bytes, sleep)
+        return DiskSpace(self.cache, unit_bytes, sleep)
 
     def _batches(
         self,
@@ -164,7 +165,7 @@ class UnitEncoder:
             return unit_records.caption_records(recipe, unit, rows, metered, only=only, limits=self.limits)
         assert isinstance(recipe, PictureSignal)
         if recipe.name not in self._comparisons:
-            self._comparisons[recipe.name] = recipe.comparison(self.config)
+            self._comparisons[recipe.name] = recipe.comparison(self._models)
         return unit_records.image_records(
             recipe,
             unit,
@@ -198,14 +199,14 @@ class UnitEncoder:
             CacheError: the configured model gives other values than the recipe says.
         """
         if self._checks and recipe.name not in self._checked:
-            if differences := recipe.unlike(recipe.model(self.config)):
+            if differences := recipe.unlike(recipe.model(self._models)):
                 raise CacheError(
                     f"this machine's {recipe.section} is not the one that this cache's recipe names (recipe | here)",
                     found="; ".join(differences),
                     fix=f"give every machine the same {recipe.section} model",
                 )
             self._checked.add(recipe.name)
-        return recipe.encoder(self.config, device(self.config))
+        return recipe.encoder(self._models, device(self.config.encode.device))
 
 
 def build(config_json: str, source_names: tuple[str, ...], beside: tuple[str, ...]) -> UnitEncoder:
@@ -219,11 +220,15 @@ def build(config_json: str, source_names: tuple[str, ...], beside: tuple[str, ..
     return UnitEncoder(config, cache, sources, [cache.recipe(name) for name in beside], check=True)
 
 
-def device(config: Config, log: Callable[[str], None] | None = None) -> Any:
-    """The torch device of this process, set up for exact fp32. Several processes of a node take its GPUs in turn (one
-    may serve two). log: as of `launch.resolve_device`."""
+def device(name: str, log: Callable[[str], None] | None = None) -> Any:
+    """Return the torch device of this process, set up for exact fp32.
+
+    Several processes of a node take its GPUs in turn (one may serve two).
+
+    Args:
+        name: `encode.device`. log: as of `launch.resolve_device`.
+    """
     launch.set_tf32(False)
-    name = config.encode.device
     here = launch.detect()
     if name in ("auto", "cuda") and here.local_world > 1:
         count = launch.gpus().count

@@ -40,7 +40,7 @@ _NOT_FINITE = "the encoder's output is not finite"
 
 @dataclass
 class Limits:
-    """What earlier batches have shown of the memory.
+    """The limits that earlier batches have shown of the memory.
 
     Attributes:
         most: members of a batch that fit, by the shape of a member, as far as one has failed.
@@ -284,7 +284,7 @@ def provenance(halved: int = 0) -> dict[str, Any]:
 
 
 def _place(row: dict[str, Any]) -> Place:
-    """Where the picture of a row of a plan is."""
+    """Return where the picture of a row of a plan is."""
     return Place(row["item"], row["part"], row["where"])
 
 

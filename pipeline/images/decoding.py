@@ -1,4 +1,4 @@
-"""From the bytes of a picture file to the pixels that the VAE gets.
+"""Decode the bytes of a picture file into the pixels that the VAE gets.
 
 `probe` reads the size from the header and refuses decompression bombs; `load` decodes, applies the orientation,
 converts any mode to sRGB, and resizes and crops to exactly the bucket. There are two decoders behind one interface:
@@ -65,7 +65,7 @@ def require(name: str) -> None:
 
 
 def pixel_fields(data: DataConfig) -> dict[str, Any]:
-    """What decides the pixels of a picture, as fields of a `PictureRecipe`. Errors as in `choose`."""
+    """Return what decides the pixels of a picture, as fields of a `PictureRecipe`. Errors as in `choose`."""
     return {
         "decoder": choose(data.decoder),
         "resize": RESIZE_RULE,

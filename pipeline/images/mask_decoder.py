@@ -1,4 +1,4 @@
-"""What a mask file means where its brightness does not say it: a shape in the transparency, 0 and 1 in place of 0 and
+"""Decode mask files where their brightness does not say it: a shape in the transparency, 0 and 1 in place of 0 and
 255, numbers or colours of classes.
 
 Tools write masks in several forms. Their brightness alone gave a mask of 1 everywhere for a shape in the transparency

@@ -59,8 +59,8 @@ def basis(side: float) -> np.ndarray:
 
 
 def shares(side: float) -> np.ndarray:
-    """How much of each of the `CELLS` lies in each of the `GRID` parts of the inner `side` (0..1): (GRID, CELLS) int64,
-    in thousandths."""
+    """Compute how much of each of the `CELLS` lies in each of the `GRID` parts of the inner `side` (0..1): (GRID,
+    CELLS) int64, in thousandths."""
     border = (np.arange(CELLS + 1) / CELLS - (1 - side) / 2) / side * GRID
     inside = [np.diff(np.clip(border, part, part + 1)) for part in range(GRID)]
     return np.rint(np.array(inside) * (1000 * CELLS * side / GRID)).astype(np.int64)

@@ -74,7 +74,7 @@ logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
 
 class ImageReject(Exception):
-    """This picture cannot be used; the message is the reason in plain words, without the file's name."""
+    """A picture cannot be used; the message is the reason in plain words, without the file's name."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ _EXTRA = re.compile(r"(\d+) extraneous bytes before marker 0xd9")
 
 @functools.cache
 def why_not() -> str | None:
-    """What is missing for this decoder; None if it can be used."""
+    """Name what is missing for this decoder; None if it can be used."""
     try:
         import pyvips
         import simplejpeg  # noqa: F401
@@ -117,7 +117,7 @@ def _jpeg(data: bytes, image: Image.Image, shrunk: int) -> np.ndarray | None:
 
 
 def _is_harmless(message: str, data: bytes) -> bool:
-    """Whether a warning of libjpeg does not concern the pixels, but the header or padding at the end."""
+    """Return whether a warning of libjpeg does not concern the pixels, but the header or padding at the end."""
     import simplejpeg
 
     try:
@@ -142,7 +142,7 @@ def _decode(data: bytes, loader: str, background: tuple[int, int, int]) -> np.nd
 
 
 def _fit(pixels: np.ndarray, stored: tuple[int, int], shrunk: int, size: tuple[int, int]) -> Image.Image:
-    """As `resize.fit`, by libvips if the picture shrinks.
+    """Resize and crop as `resize.fit` does, by libvips if the picture shrinks.
 
     Args:
         pixels: the picture, shrunk on load.

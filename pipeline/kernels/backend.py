@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs (its Triton kernels or its PyTorch reference)."""
+"""Choose the implementation of an operation (its Triton kernels or its PyTorch reference)."""
 
 from __future__ import annotations
 

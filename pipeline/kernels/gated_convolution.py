@@ -93,7 +93,7 @@ def _forward_flops(u: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
 
 @register_flop_formula(torch.ops.sana_pipe.gated_convolution_backward)
 def _backward_flops(gradient: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
-    """Of the two gradients; the convolution that is done again is no work of the model."""
+    """Count the operations of both gradients. The convolution that is repeated does not count as the model's work."""
     return 2 * 2 * 9 * 2 * math.prod(gradient)
 
 
@@ -101,7 +101,7 @@ def _backward_flops(gradient: tuple[int, ...], *args: Any, **kwargs: Any) -> int
 
 
 def forward(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """As `gated_convolution`, in the dtype of `u`."""
+    """Compute `gated_convolution` in the dtype of `u`."""
     with without_autocast(u.device):
         value, gate = _pairs(_convolved(F.silu(u), weight, bias))
         return (value * F.silu(gate)).contiguous()

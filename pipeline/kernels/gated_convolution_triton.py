@@ -164,7 +164,7 @@ def _gate_backward(gradient, u, weight, bias, inner, parts, height, width, chann
 
 @triton.jit
 def _input_backward(inner, u, weight, out, height, width, channels, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """From the gradient of the convolution's result to that of `u`."""
+    """Turn the gradient of the convolution's result into that of `u`."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     top = tl.program_id(1) * ROWS
@@ -203,7 +203,7 @@ def _sum_parts(parts, of_weight, of_bias, count, channels, SUM_BLOCK: tl.constex
 
 
 def forward(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """As `gated_convolution`, for tensors that Triton can reach."""
+    """Compute `gated_convolution` for tensors that Triton can reach."""
     *sizes, channels = u.shape
     out = torch.empty(*sizes, channels // 2, dtype=u.dtype, device=u.device)
     if out.numel():

@@ -113,7 +113,7 @@ def _forward_flops(query: tuple[int, ...], key: Any, value: Any, head_dim: int, 
 
 @register_flop_formula(torch.ops.sana_pipe.linear_attention_backward)
 def _backward_flops(gradient: Any, state: Any, *args: Any, **kwargs: Any) -> int:
-    """Of the gradients; the product that is done again is no work of the model."""
+    """Count the operations of the gradients. The product that is repeated does not count as the model's work."""
     return 2 * _forward_flops(*args)
 
 
@@ -121,7 +121,7 @@ def _backward_flops(gradient: Any, state: Any, *args: Any, **kwargs: Any) -> int
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> tuple[Tensor, Tensor]:
-    """As `linear_attention`; also the state [V, 1]^T relu(K)."""
+    """Compute `linear_attention`, and the state [V, 1]^T relu(K)."""
     with without_autocast(query.device):
         q, k, v = _parts(query, key, value, head_dim)
         moments = torch.matmul(v.transpose(2, 3), k)

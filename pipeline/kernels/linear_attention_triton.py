@@ -156,7 +156,7 @@ def _key_value_backward(key, value, of_parts, of_key, of_value, key_pitch, value
 
 
 def constants(head_dim: int) -> dict[str, int]:
-    """Of every kernel, for heads of this width."""
+    """Return the constants of every kernel for heads of this width."""
     wide = max(16, triton.next_power_of_2(head_dim))
     return {"SPAN": SPAN, "TILE": TILE, "WIDE": wide, "num_warps": 4 if wide <= 64 else 8}
 
@@ -182,7 +182,7 @@ def _empty_state(x: Tensor, head_dim: int, *parts: int) -> Tensor:
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float) -> tuple[Tensor, Tensor]:
-    """As `linear_attention`, for tensors that Triton can reach; also the state."""
+    """Compute `linear_attention` and the state, for tensors that Triton can reach."""
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     state, grid = _empty_state(query, head_dim), _grid(query, head_dim)
     if not out.numel():

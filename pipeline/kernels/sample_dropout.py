@@ -21,7 +21,7 @@ _MIX = 0x7FEB352D, 0x046CA68B
 
 
 class Columns(NamedTuple):
-    """Of the columns of a layer's input, (inputs,) int32 each: what multiplies a row's hash, and what is added."""
+    """The hashes of a layer's input columns, (inputs,) int32 each: the factor of a row's hash, and the addend."""
 
     factors: Tensor
     offsets: Tensor
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 def columns_of(name: str, inputs: int) -> Columns:
-    """Those of a layer, from its name alone; on the CPU."""
+    """Make the hashes of a layer's columns from its name alone, on the CPU."""
     counted = _numbers(inputs, torch.device("cpu")) * _STEP
     first, second = (_signed(xxhash.xxh3_64_intdigest(f"{name}/{part}".encode())) for part in ("factor", "offset"))
     return Columns(_mixed(counted + first) | 1, _mixed(counted + second))

@@ -1,1 +1,1 @@
-"""From a snapshot to batches: schedule, plan of each step, verified reads, prefetch."""
+"""The way from a snapshot to batches: schedule, plan of each step, verified reads, prefetch."""

@@ -64,7 +64,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class LoaderState:
-    """Where a run stands: `step` optimizer steps of this order are done.
+    """The state of a run: `step` optimizer steps of this order are done.
 
     length_window: part of the order (`train.length_window`); not written where it is 0.
     """
@@ -85,7 +85,7 @@ class LoaderState:
 
 @dataclass(frozen=True)
 class Loaded:
-    """This rank's part of a step.
+    """A step's samples for this rank.
 
     Attributes:
         size: bytes of its tensors.
@@ -101,7 +101,7 @@ class Loaded:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """Which steps are read, which part of them, and how."""
+    """The steps that are read, the share of them, and the way."""
 
     seed: int
     phase: int
@@ -287,7 +287,7 @@ class Loader:
         return rows
 
     def _part(self, step: int) -> BatchPlan:
-        """This rank's part of the global batch."""
+        """Return this rank's share of the global batch."""
         plan, world = self.planner.step(step), self.settings.world
         if world == 1:
             return plan

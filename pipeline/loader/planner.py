@@ -60,7 +60,7 @@ class BatchPlan:
         )
 
     def put(self, i: int, other: BatchPlan) -> BatchPlan:
-        """This plan with its i-th sample replaced by the only sample of another plan."""
+        """Return this plan with its i-th sample replaced by the only sample of another plan."""
 
         def patched(column: np.ndarray, values: np.ndarray) -> np.ndarray:
             copy = column.copy()
@@ -90,7 +90,8 @@ class Planner:
     """Plans the steps of one order of a snapshot. Safe for several threads.
 
     Args:
-        seed, phase: key the order and the choice of captions (`train.seed`, `train.phase`).
+        seed, phase: key the order and the choice of captions (`train.seed`, and how many runs come before this one by
+            `train --from`).
         length_window: batches of each bucket, on average, that are sorted by length together; 0 or 1: none.
         min_rows: text of every batch is padded to at least so many rows (for the null record).
         kinds: of picture records that plans have the places of; None: all.

@@ -349,7 +349,7 @@ class Schedule:
     Args:
         counts: samples per bucket.
         batches: global batch per bucket.
-        seed, phase: key of the order (`train.seed`, `train.phase`).
+        seed, phase: key of the order (`train.seed`, and how many runs come before this one by `train --from`).
         small: `carry` or `drop` (see docs/design.md).
         parts: per bucket None, or (samples, weight) of its parts in the order of positions.
         blocks: per bucket of a packed snapshot; None: the plain order.

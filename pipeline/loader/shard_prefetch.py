@@ -44,8 +44,8 @@ def advice(snapshot: Snapshot) -> str | None:
 
 
 class FetchQueue:
-    """Which shard is fetched next: those of steps first, first + 1, ... in this order, as far ahead as half of the
-    mirror goes. It fetches nothing and has no threads, so that a simulator can ask it, too.
+    """The order in which shards are fetched: those of steps first, first + 1, ... in this order, as far ahead as half
+    of the mirror goes. It fetches nothing and has no threads, so that a simulator can ask it, too.
 
     Args:
         room: size of the mirror in bytes.
@@ -67,7 +67,7 @@ class FetchQueue:
         self._ahead = {name: wanted for name, wanted in self._ahead.items() if wanted[0] > self._reached}
 
     def may_plan(self) -> bool:
-        """Whether the queue is empty and may be given the shards of another step."""
+        """Return whether the queue is empty and may be given the shards of another step."""
         more = self._stop is None or self._next < self._stop
         return not self._queue and more and self._next - self._reached < STEPS
 

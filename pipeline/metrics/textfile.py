@@ -65,7 +65,7 @@ _STORE_COUNTS = ("requests", "request_s", "retries", "store_wait_s", "evictions"
 
 
 def store_counts() -> dict[str, float]:
-    """Those of `counters` that rows and textfiles have, since the process began."""
+    """Return the counts of `counters` that rows and textfiles have, since the process began."""
     totals = counters.totals()
     return {name: totals[name] for name in _STORE_COUNTS}
 

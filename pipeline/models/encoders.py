@@ -45,8 +45,8 @@ _VAE_ARCHITECTURE: dict[str, Any] = {  # diffusers' defaults, for configurations
 
 
 def describe_vae(config: VaeConfig) -> dict[str, Any]:
-    """What decides the value of a latent, from files, without building the module. weights: 32 hex digits over the
-    encoder's tensors and architecture; compression: pixels per latent side.
+    """Describe what decides the value of a latent, from files, without building the module. weights: 32 hex digits over
+    the encoder's tensors and architecture; compression: pixels per latent side.
 
     Raises:
         ModelError: no such model, another class of model, weights that cannot be read.
@@ -163,8 +163,8 @@ def _half_on_meta(folder: Path, keep: str) -> Any:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the encoder of pictures needs. weights: bytes. picture: bytes of one picture's tensors at their peak.
-    largest: values of the largest of them."""
+    """The memory that the encoder of pictures needs. weights: bytes. picture: bytes of one picture's tensors at their
+    peak. largest: values of the largest of them."""
 
     weights: int
     picture: int
@@ -172,7 +172,7 @@ class Footprint:
 
 
 def footprint(config: VaeConfig, height: int, width: int) -> Footprint:
-    """Of pictures of height x width pixels, from one on the meta device: no weights are read, no memory is used.
+    """Measure an encoding of height x width pixels on the meta device: no weights are read, no memory is used.
     Workspaces of cuDNN are not in it."""
     model = torch.nn.Module.to(_half_on_meta(resolve(config), "encoder"), DTYPES[config.dtype])
     parameters = sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
@@ -266,7 +266,7 @@ class ExactComparison:
 
     @property
     def ready(self) -> bool:
-        """Whether there are latents to compare."""
+        """Return whether there are latents to compare."""
         return len(self._pictures) > 0
 
     def add(self, batch: Any, outputs: Any) -> None:

@@ -1,4 +1,4 @@
-"""From `id`, `subfolder`, `revision`, `variant` to files on this machine, for all models.
+"""Find the files of `id`, `subfolder`, `revision` (and `variant`) on this machine or the hub, for all models.
 
 Recipes are digests of weights, so every module has to agree on which files those are. A repository may hold several
 sets of the same weights. As in the libraries that wrote them, an index takes precedence over a single file in
@@ -48,12 +48,12 @@ class WeightSet:
 
 
 def is_local(weights: Weights) -> bool:
-    """Whether `weights.id` is a folder or file on this machine (it takes precedence over a hub id)."""
+    """Return whether `weights.id` is a folder or file on this machine (it takes precedence over a hub id)."""
     return Path(weights.id).exists()
 
 
 def is_file(weights: Weights) -> bool:
-    """Whether `weights.id` names a file, here or on the hub, and not a folder or repository."""
+    """Return whether `weights.id` names a file, here or on the hub, and not a folder or repository."""
     return Path(weights.id).is_file() or _HUB_FILE.match(weights.id) is not None
 
 
@@ -205,7 +205,7 @@ def _download(weights: Weights, patterns: Sequence[str]) -> Path:
 
 
 def _is_network(error: BaseException) -> bool:
-    """Whether an error comes from one of huggingface_hub's HTTP libraries."""
+    """Return whether an error comes from one of huggingface_hub's HTTP libraries."""
     return type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3")
 
 

@@ -21,8 +21,7 @@ TIMESTEPS = 1000
 
 
 def equidistant(count: int) -> list[float]:
-    """The noise levels of a validation: the middles of `count` equal parts of [0, 1], as in MLPerf Training's
-    text-to-image benchmark (`count` = 8)."""
+    """The noise levels of a validation: the middles of `count` equal parts of [0, 1]."""
     return [(i + 0.5) / count for i in range(count)]
 
 

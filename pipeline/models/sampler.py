@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pipeline.config import Config
+from pipeline.config import SampleConfig
 
 if TYPE_CHECKING:
     from diffusers import DPMSolverMultistepScheduler
@@ -64,7 +64,7 @@ def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How latents are drawn.
+    """The way in which latents are drawn.
 
     Attributes:
         steps: solver steps, one call of the model each (two samples per picture unless guidance is 1).
@@ -79,8 +79,8 @@ class Sampling:
     batch: int | None = None
 
     @classmethod
-    def of(cls, config: Config, batch: int | None = None) -> Sampling:
-        return cls(config.sample.steps, config.sample.guidance, config.train.flow.shift, batch)
+    def of(cls, settings: SampleConfig, flow_shift: float, batch: int | None = None) -> Sampling:
+        return cls(settings.steps, settings.guidance, flow_shift, batch)
 
 
 @torch.no_grad()

@@ -53,7 +53,7 @@ class SanaTransformer(SanaEnds):
 
     @property
     def adapter_targets(self) -> dict[str, tuple[str, ...]]:
-        """What `train.adapter.targets` may name: ends of module names."""
+        """The names that `train.adapter.targets` may have: ends of module names."""
         projections = tuple(f"{a}.{name}" for a in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0"))
         return {"attention": projections, "all": (*projections, "ff.conv_inverted", "ff.conv_point")}
 

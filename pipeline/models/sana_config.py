@@ -315,12 +315,14 @@ class Numerics:
 
 
 DIFFUSERS = Numerics()
+FP32_RESIDUAL = True
+"""`Numerics.fp32_residual` of a training: `python -m benchmarks.residual` has its benefit and cost."""
 
 
 def numerics(train: TrainConfig) -> Numerics:
-    """Those of `train.residual` and `train.recipe`."""
+    """Return the numerics of `train.recipe`. The residual is in fp32, as under NVlabs' autocast."""
     epsilons = {"cross_norm_eps": 1e-6, "attention_eps": 1e-8} if train.recipe == "nvlabs" else {}
-    return Numerics(fp32_residual=train.residual == "fp32", **epsilons)
+    return Numerics(fp32_residual=FP32_RESIDUAL, **epsilons)
 
 
 def interleave(name: str, tensor: Tensor) -> Tensor:

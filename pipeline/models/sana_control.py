@@ -39,7 +39,7 @@ class SanaControlNet(SanaEnds):
     def forward(
         self, latents: Tensor, control: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor
     ) -> list[Tensor]:
-        """What the base adds after its blocks 1, 2, ...: (B, N, D) each, in the model's dtype. Arguments as in
+        """Compute what the base adds after its blocks 1, 2, ...: (B, N, D) each, in the model's dtype. Arguments as in
         `SanaTransformer.forward`."""
         height, width = self.grid(latents, mask)
         hidden, context, bias, modulation, _ = self.embed(latents, captions, mask, timesteps)

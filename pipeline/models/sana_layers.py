@@ -356,7 +356,8 @@ def _packed(mask: Tensor, tokens: int) -> PackedRows:
 
 
 class SanaEnds(nn.Module, ABC):
-    """What precedes and follows the blocks. The whole model has all of these modules, a pipeline stage some of them."""
+    """The modules before and after the blocks. The whole model has all of these modules, a pipeline stage some of
+    them."""
 
     config: SanaConfig
     numerics: Numerics
@@ -394,7 +395,7 @@ class SanaEnds(nn.Module, ABC):
     def embed(
         self, latents: Tensor, captions: Tensor, mask: Tensor, timesteps: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | PackedRows, Tensor, Tensor]:
-        """What precedes the blocks; arguments as in `SanaTransformer.forward`.
+        """Compute what the blocks are given; arguments as in `SanaTransformer.forward`.
 
         Returns:
             hidden (B, N, D), float32 if `numerics` says so, captions (B, L, D) or (T, D), mask_bias (B, 1, 1, L) or
@@ -407,14 +408,15 @@ class SanaEnds(nn.Module, ABC):
     def conditions(
         self, captions: Tensor, mask: Tensor, timesteps: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """What `embed` returns beside the tokens; None in place of `PackedRows`. Many small operations; compiled they
-        are few (`pipeline.parallel.compile`)."""
+        """Compute what `embed` returns besides the tokens; None in place of `PackedRows`. Many small operations;
+        compiled they are few (`pipeline.parallel.compile`)."""
         modulation, embedded = self.time_embed(timesteps, dtype)
         context = self.caption_norm(self.caption_projection(captions))
         return context, mask_bias(mask, dtype) if captions.ndim == 3 else None, modulation, embedded
 
     def head(self, hidden: Tensor, embedded: Tensor, height: int, width: int) -> Tensor:
-        """What follows the blocks: (B, height*width, D) tokens -> (B, C, height*p, width*p), contiguous."""
+        """Compute the output from the last block's: (B, height*width, D) tokens -> (B, C, height*p, width*p),
+        contiguous."""
         p = self.config.patch_size
         x = self.proj_out(self.norm_out(hidden, embedded, self.scale_shift_table).to(embedded.dtype))
         x = x.reshape(x.shape[0], height, width, p, p, -1).permute(0, 5, 1, 3, 2, 4)

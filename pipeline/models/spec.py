@@ -49,7 +49,7 @@ class Values(Protocol):
 
     @property
     def description(self) -> str:
-        """For the log; empty for values that are drawn."""
+        """Describe the values for the log; empty for values that are drawn."""
         ...
 
 
@@ -108,7 +108,7 @@ class ModelSpec(ABC):
     @classmethod
     @abstractmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "config.json") -> Self:
-        """From the contents of `config.json`. What the class does not implement is a ConfigError."""
+        """Make the spec from the contents of `config.json`. What the class does not implement is a ConfigError."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class ModelSpec(ABC):
         """
 
     def rows_from_file(self, name: str, tensor: Tensor) -> Tensor:
-        """What belongs to the rows of a parameter, from the order in diffusers' files to the module's."""
+        """Reorder what belongs to the rows of a parameter, from diffusers' order to the module's."""
         return tensor
 
     @property
@@ -190,15 +190,15 @@ class ModelSpec(ABC):
 
     @property
     def comfyui_warning(self) -> str:
-        """Why ComfyUI computes another function with this model's files, for people; empty: it does not."""
+        """Say why ComfyUI computes another function with this model's files, for people; empty: it does not."""
         return ""
 
     def with_layers(self, count: int) -> Self:
-        """With other blocks, for predictions."""
+        """Return the spec with other blocks, for predictions."""
         return replace(self, num_layers=count)  # type: ignore[type-var]
 
     def with_sample_size(self, sample_size: int) -> Self:
-        """For a run at another resolution."""
+        """Return the spec for a run at another resolution."""
         return replace(self, sample_size=sample_size)  # type: ignore[type-var]
 
     def tokens(self, height: int, width: int) -> int:
@@ -250,7 +250,7 @@ class ModelSpec(ABC):
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """Of the start value of a parameter, alike on every process."""
+    """Make the generator of a parameter's start value, alike on every process."""
     key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
 
@@ -288,13 +288,13 @@ def spec_class(name: str | None, source: str) -> type[ModelSpec]:
 
 
 def spec_of(data: Mapping[str, Any], source: str = "config.json") -> ModelSpec:
-    """From the contents of a `config.json` or of a checkpoint's document."""
+    """Make a spec from the contents of a `config.json` or of a checkpoint's document."""
     name = data.get("_class_name") or data.get("model_type") or SANA  # the second key is transformers'
     return spec_class(name, source).from_dict(data, source)
 
 
 def spec_at(place: Path, variant: str | None = None) -> ModelSpec:
-    """Of the model in a diffusers folder, or in a file of NVlabs. variant: as in `WeightFiles`."""
+    """Read the spec of the model in a diffusers folder, or in a file of NVlabs. variant: as in `WeightFiles`."""
     if place.is_file():
         from pipeline.models import nvlabs
 

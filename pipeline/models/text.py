@@ -63,8 +63,8 @@ def tolerance(dtype: str, layers: int) -> float:
 
 
 def describe_text(config: TextConfig, instruction: str) -> dict[str, Any]:
-    """What decides the rows of a caption, from files, without building the module. weights: 32 hex digits, the same
-    with and without a language model's head; tokenizer: 32 hex digits over its files.
+    """Describe what decides the rows of a caption, from files, without building the module. weights: 32 hex digits, the
+    same with and without a language model's head; tokenizer: 32 hex digits over its files.
 
     Raises:
         ModelError: no such model or tokenizer, another class of model, weights that cannot be read.

@@ -36,7 +36,7 @@ _PRODUCTS = {  # operation: which argument holds the second factor, (contracted,
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """How one block treats its activations.
+    """The way in which a block treats its activations.
 
     checkpointing: full or selective. random: the block draws random numbers (dropout), so the state of the
     generators is restored for the recomputation; on a GPU saving it takes a copy to the host per block.
@@ -107,7 +107,7 @@ def apply_activation_checkpointing(blocks: Sequence[nn.Module], train: TrainConf
 
 
 def _is_random(block: nn.Module) -> bool:
-    """Whether a forward pass in training draws random numbers."""
+    """Return whether a forward pass in training draws random numbers."""
     return any(isinstance(module, _DROPOUT) and module.p > 0 for module in block.modules())
 
 
@@ -130,7 +130,7 @@ def _selective_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -
 
 
 def _worth_saving(operation: Any, args: Sequence[Any]) -> bool:
-    """Whether recomputation is expensive per byte: 2 * contraction operations per value of the result."""
+    """Return whether recomputation is expensive per byte: 2 * contraction operations per value of the result."""
     if operation in _PRODUCTS:
         position, contracted, result = _PRODUCTS[operation]
         factor: Tensor = args[position]

@@ -26,7 +26,7 @@ STORED = {"bf16_pure": torch.bfloat16}
 
 
 def stored_dtype(parameter: nn.Parameter, precision: str) -> torch.dtype:
-    """Of a parameter that is trained, or of a frozen one: that of the computation."""
+    """Return the dtype of a trained parameter, or of a frozen one: that of the computation."""
     return STORED.get(precision, torch.float32) if parameter.requires_grad else COMPUTE[precision]
 
 
@@ -75,8 +75,6 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, 
             offload_policy=offload_policy,
             ignored_params=as_they_are,
         )
-    if train.parallel.prefetch_blocks is not None:
-        _prefetch([block for block in blocks if isinstance(block, FSDPModule)], train.parallel.prefetch_blocks)
     return _to_device(model, "cpu" if offload else mesh.device_type)
 
 
@@ -84,12 +82,6 @@ def _to_device(model: nn.Module, device: str) -> nn.Module:
     """Move the model; a model on the meta device gets memory for this process's shards, with undefined values."""
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     return model.to_empty(device=device) if on_meta else model.to(device)
-
-
-def _prefetch(blocks: list[FSDPModule], count: int) -> None:
-    for i, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + count])
-        block.set_modules_to_backward_prefetch(blocks[max(0, i - count) : i][::-1])
 
 
 def prepare_microbatch(model: nn.Module, last: bool, keep_gathered: bool = False, reduce_each: bool = False) -> None:

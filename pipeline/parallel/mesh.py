@@ -31,6 +31,8 @@ WAITING_S = 10.0
 """Time after which a process says that it waits for the others of its launch."""
 PP, REPLICATE, SHARD, TP = DIMS = "pp", "dp_replicate", "dp_shard", "tp"
 """The mesh's dimensions, outermost first: neighbours in tp are neighbours in rank, so they share a node."""
+WAIT_S = 300
+"""Seconds that a process waits for another one, beside `patience_s`."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Of the mesh, in the order of `DIMS`."""
+        """Return the sizes of the mesh, in the order of `DIMS`."""
         return self.pp, self.dp_replicate, self.dp_shard, self.tp
 
 
@@ -90,7 +92,12 @@ def check_sizes(parallel: ParallelConfig, world: int) -> Layout:
     return layout
 
 
-def reopening(launch: Launch, timeout_s: int) -> Launch:
+def wait(patience_s: float) -> timedelta:
+    """How long a process waits for another one, which may wait for storage itself."""
+    return timedelta(seconds=patience_s + WAIT_S)
+
+
+def reopening(launch: Launch, patience_s: float) -> Launch:
     """The launch for a process that opens several groups, one after the other. The groups share one store, each under
     another prefix. A store that is closed and opened again would still have the addresses of the group before
     (torchrun's), or its port would not be free yet."""
@@ -99,7 +106,7 @@ def reopening(launch: Launch, timeout_s: int) -> Launch:
     #   rank 1   store (client)  "group-0/device-1"                      "group-1/..."
     # Each rank takes the next prefix for its next group, so the n-th group of all ranks has one prefix, and no address
     # of an earlier group is read. The iterator stays in the launch; with it the server lives as long as the process.
-    return replace(launch, stores=_stores(launch, timedelta(seconds=timeout_s)))
+    return replace(launch, stores=_stores(launch, wait(patience_s)))
 
 
 def _stores(launch: Launch, limit: timedelta) -> Iterator[dist.Store]:
@@ -137,15 +144,21 @@ def _alone(launch: Launch) -> str:
 
 @contextmanager
 def open_mesh(
-    launch: Launch, parallel: ParallelConfig, device: torch.device, layout: Layout | None = None
+    launch: Launch,
+    parallel: ParallelConfig,
+    device: torch.device,
+    layout: Layout | None = None,
+    *,
+    patience_s: float = 0.0,
 ) -> Iterator[DeviceMesh]:
     """Open the process group, yield a mesh with the dimensions `DIMS`, close the group. After an error of this process
     alone the error is printed and the group aborted.
 
     One group uses gloo for CPU tensors and NCCL for CUDA tensors, so checkpoints and Python objects need no GPU.
-    `parallel.timeout_s` bounds every wait for another process.
 
-    layout: what `check_sizes` returned; called here if None.
+    Args:
+        layout: what `check_sizes` returned; called here if None.
+        patience_s: how long another process may wait for storage; no wait for it is longer than `wait` of that.
 
     Raises:
         UserError: the processes do not find each other, or a group is open already.
@@ -153,11 +166,11 @@ def open_mesh(
     layout = layout or check_sizes(parallel, launch.world)
     if dist.is_initialized():
         raise UserError("this process already belongs to a process group", fix="start the training in its own process")
-    on_gpu, limit = device.type == "cuda", timedelta(seconds=parallel.timeout_s)
+    on_gpu, limit = device.type == "cuda", wait(patience_s)
     if on_gpu:
         torch.cuda.set_device(device)
     hook = sys.excepthook  # torch wraps it in each group
-    with _meeting(launch, parallel.timeout_s) as store:
+    with _meeting(launch, limit) as store:
         compare_devices(store, launch, device)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -184,9 +197,9 @@ def open_mesh(
         sys.excepthook = hook
 
 
-def agreed_device(launch: Launch, timeout_s: int, resolve: Callable[[], torch.device]) -> torch.device:
-    """This process's device. An error of one process, or a GPU in some processes and the CPU in others, is raised on
-    all of them, before any of them waits in a process group.
+def agreed_device(launch: Launch, patience_s: float, resolve: Callable[[], torch.device]) -> torch.device:
+    """Return this process's device. An error of one process, or a GPU in some processes and the CPU in others, is
+    raised on all of them, before any of them waits in a process group.
 
     Args:
         launch: of `reopening`.
@@ -197,16 +210,15 @@ def agreed_device(launch: Launch, timeout_s: int, resolve: Callable[[], torch.de
         device: torch.device | UserError = resolve()
     except UserError as error:
         device = error
-    with _meeting(launch, timeout_s) as store:
+    with _meeting(launch, wait(patience_s)) as store:
         compare_devices(store, launch, device)
     assert isinstance(device, torch.device)
     return device
 
 
 @contextmanager
-def _meeting(launch: Launch, timeout_s: int) -> Iterator[dist.Store]:
+def _meeting(launch: Launch, limit: timedelta) -> Iterator[dist.Store]:
     """The store in which the processes of the launch meet."""
-    limit = timedelta(seconds=timeout_s)
     try:
         store = next(launch.stores or _stores(launch, limit))
         store.set_timeout(limit)
@@ -215,7 +227,8 @@ def _meeting(launch: Launch, timeout_s: int) -> Iterator[dist.Store]:
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"the {launch.world} processes of this launch did not find each other: {reason}",
-            expected=f"all of them at {launch.place} within {timeout_s} s, as {_said(launch)}",
+            expected=f"all of them at {launch.place} within {limit.total_seconds():g} s (patience_s and {WAIT_S} s), "
+            f"as {_said(launch)}",
             fix="check that every process was launched, and that the port is reachable and no other program's (for "
             "another port: torchrun --standalone or --master-port PORT, export MASTER_PORT=PORT before srun); "
             f"{_alone(launch)}",

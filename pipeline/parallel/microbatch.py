@@ -1,4 +1,4 @@
-"""What passes between a training step and a parallel model: inputs and targets, outputs, losses."""
+"""The data between a training step and a parallel model: inputs and targets, outputs, losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Microbatch(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a forward pass gives a loss.
+    """The results of a forward pass, for a loss.
 
     prediction: (b, ...), the model's. taps: what blocks returned, by number. modules: those of `EXTRA`, by name.
     """

@@ -29,6 +29,8 @@ from pipeline.parallel.mesh import PP, SHARD, TP
 from pipeline.parallel.microbatch import REFERENCE, Loss, Microbatch, Outputs
 from pipeline.parallel.shards import local, sharding_groups
 
+COMPILE_BACKEND = "inductor"
+"""torch.compile's backend."""
 EXTRA = "recipe"
 """Submodule of a model with the modules that what is learned adds to it; used outside of the model's forward pass."""
 
@@ -37,7 +39,7 @@ _ByGroups = dict[tuple[ProcessGroup, ...], list[Tensor]]
 
 
 class Model(Protocol):
-    """What `parallelize` needs of a model: its blocks in order, the role of each submodule of a block under tensor
+    """A model as `parallelize` needs it: its blocks in order, the role of each submodule of a block under tensor
     parallelism (`tensor_parallel`), blocks [start, stop) as a separate module (`pipeline_parallel.Stage`)."""
 
     @property
@@ -124,7 +126,7 @@ class ParallelModel:
         data_parallel.reshard([self.module])
 
     def update_in_backward(self, update: Callable[[nn.Parameter], None]) -> None:
-        """From now on call `update` for each parameter within the backward pass, as soon as its gradient is complete,
+        """Call `update` from now on for each parameter within the backward pass, as soon as its gradient is complete,
         and free the gradient afterwards. Requires one microbatch per step."""
         self._freed_norms = {}
 
@@ -173,7 +175,7 @@ class PipelineParallelModel(ParallelModel):
         self.pipeline = pipeline
 
     def forward_backward(self, microbatches: Iterable[Microbatch], loss: Loss, samples: int) -> list[Tensor]:
-        """As `ParallelModel.forward_backward`, for microbatches of one shape; all of them are on the device at once."""
+        """Compute `ParallelModel.forward_backward` for microbatches of one shape, all of them on the device at once."""
         return self.pipeline.forward_backward(microbatches, loss, samples)
 
     def losses(self, microbatches: Iterable[Microbatch], loss: Loss) -> list[Tensor]:
@@ -207,14 +209,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig, taps: It
     tensor_parallel.apply(blocks, model.tensor_parallel_plan, mesh[TP])  # type: ignore[arg-type]
     apply_activation_checkpointing(blocks, train)
     if train.compile == "block":
-        compile_blocks(blocks, train.compile_backend)
+        compile_blocks(blocks, COMPILE_BACKEND)
     tapped: dict[int, Tensor] = {}
     for number in taps:
         blocks[number].register_forward_hook(partial(_tap, tapped, number))
     stages = pipeline_parallel.build_stages(model, len(blocks), mesh[PP], train.parallel)
     for stage in stages:
         if train.compile == "block":
-            compile_conditions(stage, train.compile_backend)
+            compile_conditions(stage, COMPILE_BACKEND)
         units = blocks if stage is model else blocks_of(stage)
         data_parallel.apply_fsdp(stage, [*units, *getattr(stage, EXTRA, nn.ModuleDict()).values()], mesh, train)
     data_world = data_parallel.data_mesh(mesh).size()

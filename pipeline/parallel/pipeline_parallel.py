@@ -37,7 +37,7 @@ Hidden = tuple[Tensor, ...]
 
 
 class Stage(Protocol):
-    """What a slice of a model must provide; see `pipeline.models.sana_stage.SanaStage`."""
+    """A slice of a model; see `pipeline.models.sana_stage.SanaStage`."""
 
     @property
     def blocks(self) -> list[nn.Module]: ...
@@ -60,7 +60,8 @@ def stage_ranges(blocks: int, stages: int) -> list[range]:
 
 
 def build_stages(model: nn.Module, blocks: int, mesh: DeviceMesh, parallel: ParallelConfig) -> list[nn.Module]:
-    """This process's stages of `model`, sharing its parameters; `model` itself if the pipeline has one process."""
+    """Build this process's stages of `model`, sharing its parameters; `model` itself if the pipeline has one
+    process."""
     if mesh.size() == 1:
         return [model]
     ranges = stage_ranges(blocks, mesh.size() * parallel.stages_per_rank)
@@ -129,7 +130,7 @@ def check(blocks: int, shares: Mapping[str, int], microbatch: int, parallel: Par
 
 
 def _fits(schedule: str, size: int, share: int, microbatch: int) -> bool:
-    """Whether a schedule of `size` processes takes `share` samples in microbatches of this size."""
+    """Return whether a schedule of `size` processes takes `share` samples in microbatches of this size."""
     count, rest = divmod(share, microbatch)
     if rest:
         return False

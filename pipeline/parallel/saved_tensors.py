@@ -117,7 +117,7 @@ def module_storages(module: nn.Module) -> set[int]:
 
 
 def _compressible(tensor: Tensor) -> bool:
-    """Whether the tensor is worth it and is rebuilt exactly: its values fill its memory."""
+    """Return whether the tensor is worth it and is rebuilt exactly: its values fill its memory."""
     large = tensor.is_floating_point() and tensor.numel() >= SMALLEST
     return large and _in_memory_order(tensor).is_contiguous()
 

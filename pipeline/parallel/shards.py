@@ -1,4 +1,4 @@
-"""This process's shard of a tensor, and sums over the shards that gradients pass through."""
+"""A process's shard of a tensor, and sums over the shards that gradients pass through."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def decide_compile(
 
 
 def _uncompiled(device: torch.device) -> str | None:
-    """Why inductor makes no kernels for this device that are worth the time of compiling them; None if it does."""
+    """Say why inductor makes no kernels for this device that are worth the time of compiling them; None if it does."""
     if device.type != "cuda":
         return "on a CPU"
     if importlib.util.find_spec("triton") is None:

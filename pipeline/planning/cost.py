@@ -32,7 +32,7 @@ START_S = 4e-6
 
 @dataclass(frozen=True)
 class Time:
-    """Of one optimizer step on all GPUs, in seconds.
+    """The time of an optimizer step on all GPUs, in seconds.
 
     Attributes:
         kernels: by class. traffic: by collective. exposed: traffic that arithmetic does not hide. bubble: idle time of
@@ -68,7 +68,7 @@ class Time:
         return None if self.epoch_samples is None else self.epoch_samples / self.images_per_s / 3600
 
     def cost(self, price: float) -> float | None:
-        """Of an epoch, at a price per GPU hour."""
+        """Compute the cost of an epoch, at a price per GPU hour."""
         return None if self.epoch_hours is None else self.epoch_hours * self.gpus * price
 
     def as_dict(self, price: float | None = None) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _span(name: str, group: int, layout: Layout) -> int:
 
 
 def _over_replicas(name: str, group: int, layout: Layout) -> bool:
-    """Whether a collective sums gradients over replicas, and not activations over tensor parallelism."""
+    """Return whether a collective sums gradients over replicas, and not activations over tensor parallelism."""
     sums = "all" in name and "reduce" in name
     return sums and (REPLICAS in name or layout.tp == 1 or group != layout.tp)
 

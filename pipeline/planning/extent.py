@@ -1,4 +1,4 @@
-"""What a run means: steps, pictures, epochs, hours, and the disk space of its checkpoints."""
+"""The extent of a run: steps, pictures, epochs, hours, and the disk space of its checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MANY_EPOCHS = 100
 
 
 def kept_checkpoints(train: TrainConfig, steps: int) -> int:
-    """How many checkpoints there are at most at the end of a run: the best may be among the newest."""
+    """Return how many checkpoints there are at most at the end of a run: the best may be among the newest."""
     saved = [*range(train.save_every, steps, train.save_every), steps]
     older = saved[: -train.keep_checkpoints]
     marked = 0 if train.keep_every is None else sum(step % train.keep_every == 0 for step in older)

@@ -1,4 +1,4 @@
-"""What a run needs of each GPU.
+"""Predict what a run needs of each GPU.
 
 `predict` traces the configuration's worst bucket on one process and adds what no trace sees; `Prediction` says whether
 it fits and by how much. Not in a trace, and so estimates: the CUDA context and libraries' workspaces, NCCL's buffers,
@@ -48,7 +48,7 @@ _RELEASED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Data:
-    """What a step reads.
+    """The data of a step.
 
     Attributes:
         buckets: (height, width) in pixels -> global batch.

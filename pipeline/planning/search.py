@@ -121,7 +121,7 @@ class Search:
         return error
 
     def ranked(self, train: TrainConfig, axes: Collection[str] = AXES, share: float = 1.0) -> list[Candidate]:
-        """What fits into a share of the memory, the fastest first: of each layout and checkpointing the largest
+        """Return what fits into a share of the memory, the fastest first: of each layout and checkpointing the largest
         microbatch.
 
         Raises:
@@ -168,7 +168,7 @@ class Search:
     def _of_layout(
         self, train: TrainConfig, layout: Layout, axes: Collection[str], limit: float, seen: list[Candidate]
     ) -> list[Candidate]:
-        """What fits, of each checkpointing; adds all that was traced to `seen`."""
+        """Return what fits, of each checkpointing; adds all that was traced to `seen`."""
         kinds = CHECKPOINTING if "activation_checkpointing" in axes else (train.activation_checkpointing,)
         variants = []
         for kind in kinds:
@@ -303,7 +303,7 @@ def _given(train: TrainConfig, before: Candidate, after: Candidate) -> dict[str,
 
 
 def _largest(at: Callable[[int], Candidate], sizes: list[int], limit: float, keeps: bool) -> Candidate | None:
-    """With the largest microbatch that fits.
+    """Return the choice with the largest microbatch that fits.
 
     Args:
         sizes: the largest first. keeps: several microbatches keep a whole gradient, so one may need less.
@@ -329,7 +329,7 @@ def _largest(at: Callable[[int], Candidate], sizes: list[int], limit: float, kee
 
 
 def with_placeholders(train: TrainConfig) -> TrainConfig:
-    """With plain values for what is `auto`."""
+    """Return the options with plain values for what is `auto`."""
     values = {
         "parallel": train.parallel.model_copy(update={"sizes": "given"}),
         "microbatch": 1,

@@ -51,7 +51,7 @@ _ONE_GROUP = threading.Lock()
 
 @dataclass(frozen=True)
 class Shape:
-    """What a process computes in a step.
+    """The shapes that a process computes in a step.
 
     Attributes:
         height, width: of the latents.
@@ -73,7 +73,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Traced:
-    """Of a step of one process.
+    """The trace of a step of one process.
 
     Attributes:
         peak: bytes of the device by kind, at the moment of the step that has the most. host: bytes in host memory.
@@ -112,7 +112,7 @@ class Traced:
 
 
 def _trained_alike(architecture: ModelSpec, train: TrainConfig) -> bool:
-    """Whether the same parameters of every block are trained."""
+    """Return whether the same parameters of every block are trained."""
     adapter = adapter_of(train, architecture, start=False)
     if adapter is None:
         return True
@@ -124,18 +124,18 @@ def _trained_alike(architecture: ModelSpec, train: TrainConfig) -> bool:
 
 def block_numbers(blocks: int, train: TrainConfig, layout: Layout) -> tuple[int, int]:
     """Two numbers of blocks, from which `blocks` is extrapolated: 3 and 5, or more where blocks take turns; 2 and 3
-    where nothing spans blocks (one process, AdamW, nothing gathered or offloaded ahead)."""
+    where nothing spans blocks (one process, AdamW, nothing offloaded)."""
     plain = train.optim.name == "adamw" and not train.optim.in_backward and train.precision != "bf16_pure"
-    ahead = train.parallel.prefetch_blocks or train.parallel.offload != "none"
-    if layout.world == 1 and plain and not ahead and not train.activation_checkpointing.startswith("every-"):
+    takes_turns = train.activation_checkpointing.startswith("every-")
+    if layout.world == 1 and plain and train.parallel.offload == "none" and not takes_turns:
         return (2, 3) if blocks > 3 else (blocks, blocks)
     period = 1
-    if train.activation_checkpointing.startswith("every-"):
+    if takes_turns:
         period = int(train.activation_checkpointing.removeprefix("every-"))
     if layout.pp > 1:
         period *= layout.pp * train.parallel.stages_per_rank
     step = period if period > 1 else 2
-    small = max(period, 3, (train.parallel.prefetch_blocks or 1) + 2)
+    small = max(period, 3)
     small += (blocks - small) % step if period > 1 else 0
     return (small, small + step) if small + step < blocks else (blocks, blocks)
 
@@ -202,7 +202,7 @@ def trace(
                 step(batches, 1)
             recorder.phase = "optimizer"
             if ema is not None:
-                ema.update(train.ema.every if train.ema is not None else 1)
+                ema.update(1)
             recorder.mark(kinds.OPTIMIZER, _states(optimizer))
     host, phases = ((), ()) if not on_gpu or train.parallel.offload == "none" else _OFFLOADED
     peak, on_host = recorder.peak(host, phases)

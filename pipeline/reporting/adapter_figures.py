@@ -1,4 +1,4 @@
-"""How much an adapter changes each block of its model: figures of the newest checkpoint of a run."""
+"""Measure how much an adapter changes each block of its model: figures of the newest checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.errors import UserError
 
 
 def adapter_figures(run: Path) -> dict[str, Any] | None:
-    """Of a run directory; None: no checkpoint, or no adapter.
+    """Compute the figures of a run directory; None: no checkpoint, or no adapter.
 
     Returns:
         `adapter` in words, `step`, `blocks`: for each block, by the first part of its modules' names, the norm

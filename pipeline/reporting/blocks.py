@@ -1,4 +1,5 @@
-"""What a section of the report's page may hold besides lines of text and plots: tables, cards, pictures over time."""
+"""The parts that a section of the report's page may hold besides lines of text and plots: tables, cards, pictures over
+time."""
 
 from __future__ import annotations
 

@@ -94,7 +94,8 @@ def _paste(
 
 
 def _wrap(text: str, width: int, font: _Font) -> list[str]:
-    """At most CAPTION_LINES lines that fit, by the mean width of a letter; an ellipsis marks a cut."""
+    """Break a caption into at most CAPTION_LINES lines that fit, by the mean width of a letter; an ellipsis marks a
+    cut."""
     text = " ".join(text.split())[: CAPTION_LINES * width]  # a letter is at least a pixel wide
     letters = int(0.9 * width * len(text) / max(1.0, font.getlength(text)))
     return textwrap.wrap(text, max(4, letters), max_lines=CAPTION_LINES, placeholder="...")

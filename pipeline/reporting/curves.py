@@ -34,7 +34,7 @@ def length(run: dict[str, Any]) -> float:
 
 
 def marks(run: dict[str, Any]) -> list[tuple[float, str]]:
-    """Where the parts of a run begin; empty if it has one."""
+    """Return where the parts of a run begin; empty if it has one."""
     names = [part["name"] for part in run["parts"]]
     return list(zip(starts(run), names, strict=False)) if len(names) > 1 else []
 

@@ -148,7 +148,7 @@ def _names(cache: Cache, snapshot_id: str) -> list[str]:
 
 
 def _counts(column: pa.ChunkedArray) -> dict[str, int]:
-    """How often each text occurs."""
+    """Count how often each text occurs."""
     return {entry["values"]: entry["counts"] for entry in pc.value_counts(column).to_pylist()}
 
 
@@ -230,7 +230,7 @@ def _captions(snapshot: Snapshot, lists: pa.ChunkedArray) -> dict[str, Any]:
 
 
 def _repeated(keys: np.ndarray) -> dict[str, int]:
-    """How many keys are distinct, and how many entries have a key that occurs more than once."""
+    """Count the keys that are distinct, and how many entries have a key that occurs more than once."""
     _, counts = np.unique(keys, return_counts=True)
     return {
         "entries": len(keys),

@@ -135,12 +135,13 @@ def _draw(
 ) -> torch.Tensor:
     """(N, C, h, w) latents on the CPU, in the precision of the model's parameters."""
     rows = [each.to(next(model.parameters())) for each in rows]
-    return sample(model, rows, null, noise, Sampling.of(config, config.train.drawn_at_once), controls).cpu()
+    settings = Sampling.of(config.sample, config.train.flow.shift, config.train.drawn_at_once)
+    return sample(model, rows, null, noise, settings, controls).cpu()
 
 
 def nearest(drawn: list[DrawnLatent]) -> list[bool]:
-    """Whether each drawn latent is nearer to its own picture's latent than to any other's (Euclidean, averaged over
-    4 x 4 regions so that different shapes compare)."""
+    """Return whether each drawn latent is nearer to its own picture's latent than to any other's (Euclidean, averaged
+    over 4 x 4 regions so that different shapes compare)."""
     ours, theirs = (
         torch.stack([torch.nn.functional.adaptive_avg_pool2d(t, 4).flatten() for t in latents])
         for latents in ([d.latent for d in drawn], [d.cached for d in drawn])

@@ -101,7 +101,7 @@ def plain(text: str) -> str:
 
 
 def call_arguments(config: Config, sample_size: int, compression: int) -> dict[str, str]:
-    """What `SanaPipeline.__call__` must be given for this model, as Python source by argument."""
+    """Return what `SanaPipeline.__call__` must be given for this model, as Python source by argument."""
     resolution = sample_size * compression
     side = -(-resolution // PIPELINE_MULTIPLE) * PIPELINE_MULTIPLE
     arguments = {

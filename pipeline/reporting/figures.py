@@ -117,7 +117,7 @@ def _lacks_of_run(figures: dict[str, Any], lacks: Any) -> None:
     if not any(part["prediction"] for part in parts):
         lacks("memory", "memory and speed were not predicted for this run", "sana-pipe plan")
     if len(parts) < 2:
-        lacks("phases", "the run has one phase: `phases` in the configuration makes more", "sana-pipe config")
+        lacks("rounds", "no run began from another", "sana-pipe train --from RUN --set train.output=DIR")
     if lost := figures["run"]["lost"]:
         lacks("earlier", "; ".join(lost), "sana-pipe report --run DIR")
     used = {name for part in parts for name in part["snapshots"]}

@@ -75,7 +75,7 @@ def _masks(snapshot: Snapshot, most: int) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def mask_notes(snapshot: Snapshot) -> Iterator[str]:
-    """What is odd about the masks of a snapshot, of `LOOKED_AT` evenly spaced samples: masks that are the same
+    """Say what is odd about the masks of a snapshot, of `LOOKED_AT` evenly spaced samples: masks that are the same
     everywhere, and masks that are nowhere brighter than half. Samples without a mask do not count."""
     recipe = snapshot.pictures.get(MaskRecipe.kind)
     if not isinstance(recipe, MaskRecipe) or recipe.made:  # an opaque picture has no shape

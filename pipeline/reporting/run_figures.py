@@ -1,6 +1,6 @@
 """The numbers of a run: losses, validation, speed, waiting, memory beside the plan, and the differences of two runs.
 
-What: `run_figures` reads a run directory, or a folder of phases (run directories with `summary.json`), into JSON
+What: `run_figures` reads a run directory, or a folder of run directories, and the runs that they began from, into JSON
 values. Curves are thinned to `POINTS` points, each the mean of its steps with their lowest and highest value, so that a
 page about a long run stays small and a spike stays visible.
 Price: the journal is parsed once; all its rows are in memory meanwhile (0.2 GB for 100,000 rows).
@@ -37,7 +37,7 @@ Curve = dict[str, list[float]]
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run directory or a folder of phases."""
+    """Return whether a folder is a run directory or a folder of run directories."""
     return _is_part(folder) or any(_is_part(path) for path in _folders(folder))
 
 
@@ -53,9 +53,8 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def run_figures(folder: Path, earlier: bool = False) -> dict[str, Any]:
-    """The numbers of a run: `folder`; `parts`, one for each phase in the order in which they began; `lost`, sentences
-    about runs that a part began from (`train --from`) and that are not there any more. A run without phases has one
-    part.
+    """The numbers of a run: `folder`; `parts`, one for each run directory in the order in which they began; `lost`,
+    sentences about runs that a part began from (`train --from`) and that are not there any more. One run has one part.
 
     Args:
         earlier: the runs that this one began from, and those before them, are parts, too.
@@ -66,7 +65,7 @@ def run_figures(folder: Path, earlier: bool = False) -> dict[str, Any]:
     if not is_run(folder):
         raise UserError(
             f"{folder}: is no run directory",
-            expected=f"a folder with {JOURNAL}, or with phases that have one",
+            expected=f"a folder with {JOURNAL}, or with folders that have one",
             fix="sana-pipe train writes one to train.output; --run DIR names another",
         )
     lost: list[str] = []
@@ -86,7 +85,7 @@ def run_figures(folder: Path, earlier: bool = False) -> dict[str, Any]:
 
 
 def _siblings(part: Path, folder: Path) -> set[str]:
-    """Names of the other phases beside a phase: after a move of their folder they are its origins."""
+    """Names of the other runs next to a run: after a move of their folder they are its origins."""
     return {path.name for path in _folders(folder) if _is_part(path)} if part.parent == folder else set()
 
 

@@ -66,11 +66,11 @@ class Drawing:
 
     @property
     def folder(self) -> Path:
-        """Of its pictures."""
+        """Return the folder of its pictures."""
         return self.path.with_suffix("")
 
     def latents(self) -> dict[str, torch.Tensor]:
-        """By name, (C, h, w) float32, multiplied by the scaling factor.
+        """Read the latents by name, (C, h, w) float32, multiplied by the scaling factor.
 
         Raises:
             UserError: the file is damaged, or holds something else.
@@ -135,8 +135,8 @@ def listed(run: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def undecoded(run: dict[str, Any]) -> list[tuple[str, str]]:
-    """What of a run's drawings is not decoded, with the command for it: of its folder, and of each run that it began
-    from. run: of `run_figures`."""
+    """List the drawings of a run that are not decoded, with the command for it: of its folder, and of each run that it
+    began from. run: of `run_figures`."""
     folders: dict[str, list[dict[str, Any]]] = {}
     for part in run["parts"]:
         inside = Path(part["folder"]).is_relative_to(run["folder"])
@@ -150,7 +150,7 @@ def undecoded(run: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def files(run: Path) -> list[Path]:
-    """The files of drawn latents of a run directory and of its phases, in the order of steps."""
+    """The files of drawn latents of a run directory and of those in it, in the order of steps."""
     return sorted([*run.glob(f"{FOLDER}/step-*.safetensors"), *run.glob(f"*/{FOLDER}/step-*.safetensors")])
 
 
@@ -158,7 +158,7 @@ class Watcher:
     """Decodes the drawings of a run.
 
     Args:
-        run: the run directory, or a folder of phases.
+        run: the run directory, or a folder of run directories.
         device: gives the decoder's, again and again: it may change.
         log: called with each line for people.
         publish: called with the run directory, the step and the pictures of each drawing.

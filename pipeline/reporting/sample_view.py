@@ -118,7 +118,7 @@ def _scanned(cache: Cache, snapshot: Snapshot, source: str, item: str) -> dict[s
 
 
 def _rejected(cache: Cache, snapshot: Snapshot, item: str) -> str:
-    """Why an item of the sources is not in the snapshot, as a part of a sentence."""
+    """Say why an item of the sources is not in the snapshot, as a part of a sentence."""
     for source in snapshot.head.sources:
         row = _scanned(cache, snapshot, source, item)
         if row is not None:

@@ -298,8 +298,8 @@ def _adapter(run: Figures) -> Iterator[Block]:
         yield bar_plot(title, list(blocks), {n: [norms.get(n, 0.0) for norms in blocks.values()] for n in names})
 
 
-def _phases(run: Figures) -> Iterator[Block]:
-    """Each phase as a column."""
+def _rounds(run: Figures) -> Iterator[Block]:
+    """Each round as a column."""
     rows: dict[str, dict[str, Any]] = {}
     parts = run["parts"] if len(run["parts"]) > 1 else []
     for i, part in enumerate(parts):
@@ -407,7 +407,7 @@ SECTIONS = (
     Section("losses", "Losses", "run", (curves("curves.loss", "curves.grad_norm", "curves.lr", "curves.loss_scale"),)),
     Section("run", "Run", "run", (lambda run: [f"Run directory {run['folder']}"], table("parts", *_PARTS))),
     Section("adapter", "Change by the adapter", "run", (_adapter,)),
-    Section("phases", "Phases side by side", "run", (_phases,)),
+    Section("rounds", "Rounds side by side", "run", (_rounds,)),
     Section("throughput", "Throughput", "run", (curves("curves.images_per_s", "curves.tokens_per_s", "curves.mfu"),)),
     Section("data-wait", "Data wait", "run", (curves("curves.data_wait"),)),
     Section("memory", "Memory beside the plan", "run", (curves(*_MEMORY), _plans)),

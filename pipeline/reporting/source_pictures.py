@@ -12,7 +12,7 @@ from PIL import Image
 
 from pipeline.cache.cache import Cache
 from pipeline.cache.scan_table import PLACE, places
-from pipeline.config import Config
+from pipeline.config import DataConfig
 from pipeline.encoding.scan import reopen
 from pipeline.errors import UserError
 from pipeline.images import decoding
@@ -26,8 +26,8 @@ SIDE = 192
 class SourcePictures:
     """Reads original pictures. A source that is unreachable once is not asked again."""
 
-    def __init__(self, config: Config, cache: Cache):
-        self.config, self.cache = config, cache
+    def __init__(self, settings: DataConfig, cache: Cache):
+        self.settings, self.cache = settings, cache
         self.sources: dict[tuple[str, str], _Opened | None] = {}
 
     def data(self, source: str, item: str, picture: str = "") -> bytes | None:
@@ -50,7 +50,7 @@ class SourcePictures:
 
     def further(self, source: str, item: str, recipe: PictureSignal, size: tuple[int, int]) -> Image.Image | None:
         """A further picture at (height, width), as its encoder gets it; None if it cannot be read."""
-        data, settings = self.data(source, item, recipe.picture), self.config.data
+        data, settings = self.data(source, item, recipe.picture), self.settings
         if not data:
             return None if data is None else Image.new("RGB", size[::-1], (recipe.blank,) * 3)
         try:
@@ -68,7 +68,7 @@ class SourcePictures:
         data = self.data(source, item)
         if data is None:
             return None
-        settings = self.config.data
+        settings = self.settings
         try:
             width, height = decoding.probe(data, settings.max_pixels, settings.max_bytes)
         except decoding.ImageReject:
@@ -77,7 +77,7 @@ class SourcePictures:
         return self._decoded(data, (max(1, round(height * scale)), max(1, round(width * scale))))
 
     def _decoded(self, data: bytes, size: tuple[int, int]) -> Image.Image | None:
-        settings = self.config.data
+        settings = self.settings
         try:
             pixels = decoding.load(data, size, settings.background, settings.max_pixels, max_bytes=settings.max_bytes)
         except decoding.ImageReject:
@@ -91,7 +91,7 @@ class SourcePictures:
             if scan is None:
                 return None
             table = self.cache.table(scan["table"], [*PLACE.names, *(["pictures"] if picture else [])])
-            return _Opened(reopen(self.cache, name, self.config.data), table.column("item"), places(table, picture))
+            return _Opened(reopen(self.cache, name, self.settings), table.column("item"), places(table, picture))
         except UserError:  # removed or unreachable
             return None
 

@@ -9,15 +9,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, recipe_classes
-from pipeline.config import Config
+from pipeline.config import DataConfig, EncodeConfig, TextConfig, VaeConfig
 
 if TYPE_CHECKING:
     import numpy as np
 
     from pipeline.models.encoders import Footprint
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """The sections of the configuration that name the frozen models."""
+
+    vae: VaeConfig
+    text: TextConfig
 
 
 class PictureEncoder(Protocol):
@@ -46,7 +55,7 @@ class Comparison(Protocol):
 
 
 class Signal(ABC):
-    """What makes the records of a recipe.
+    """A recipe with what makes its records.
 
     Attributes:
         noun: what progress lines and reports call its records.
@@ -60,31 +69,31 @@ class Signal(ABC):
 
     @classmethod
     @abstractmethod
-    def wanted(cls, config: Config) -> Self | None:
-        """The recipe that a configuration asks for; None: no records of this kind.
+    def wanted(cls, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Self | None:
+        """Return the recipe that a configuration asks for; None: no records of this kind.
 
         Raises:
             UserError: its model cannot be read.
         """
 
     @abstractmethod
-    def model(self, config: Config) -> dict[str, Any]:
-        """The fields of the recipe that the configured model decides, read from its files."""
+    def model(self, encoders: Encoders) -> dict[str, Any]:
+        """Return the fields of the recipe that the configured model decides, read from its files."""
 
-    def settings(self, config: Config) -> Mapping[str, tuple[Any, Any]]:
-        """Settings that decide the values: name -> (as configured, as in this recipe)."""
+    def settings(self, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Mapping[str, tuple[Any, Any]]:
+        """Return the settings that decide the values: name -> (as configured, as in this recipe)."""
         return {}
 
     @abstractmethod
-    def encoder(self, config: Config, device: Any) -> Any:
+    def encoder(self, encoders: Encoders, device: Any) -> Any:
         """Load what makes the records: a `PictureEncoder` or a `CaptionEncoder`."""
 
-    def provenance(self, config: Config) -> dict[str, Any]:
-        """Where the model comes from, for the provenance of units."""
+    def provenance(self, encoders: Encoders) -> dict[str, Any]:
+        """Say where the model comes from, for the provenance of units."""
         return {}
 
-    def comparison(self, config: Config) -> Comparison | None:
-        """What compares the records of the first unit of a run with exact ones; None: they are exact."""
+    def comparison(self, encoders: Encoders) -> Comparison | None:
+        """Return what compares the first unit's records with exact ones; None: they are exact."""
         return None
 
 
@@ -101,7 +110,7 @@ class PictureSignal(Signal, PictureRecipe):
     blank: ClassVar[int] = 0
 
     def pixels(self, data: bytes, size: tuple[int, int], max_pixels: int, max_bytes: int) -> np.ndarray:
-        """What the encoder is given of a picture: uint8 (H, W, 3).
+        """Decode what the encoder is given of a picture: uint8 (H, W, 3).
 
         Args:
             data: the file. size: (height, width) in pixels. max_pixels, max_bytes: as in `decoding.load`.
@@ -113,8 +122,8 @@ class PictureSignal(Signal, PictureRecipe):
 
         return decoding.load(data, size, self.background, max_pixels, self.decoder, max_bytes)
 
-    def footprint(self, config: Config, height: int, width: int) -> Footprint | None:
-        """What the encoder needs for pictures of height x width pixels; None: no memory of a GPU."""
+    def footprint(self, encoders: Encoders, height: int, width: int) -> Footprint | None:
+        """Return what the encoder needs for pictures of height x width pixels; None: no memory of a GPU."""
         return None
 
 
@@ -122,15 +131,15 @@ class CaptionSignal(Signal, CaptionRecipe):
     """Records of captions."""
 
     @abstractmethod
-    def encoder(self, config: Config, device: Any) -> CaptionEncoder: ...
+    def encoder(self, encoders: Encoders, device: Any) -> CaptionEncoder: ...
 
 
-def recipes(config: Config) -> list[Recipe]:
-    """The recipes that a configuration asks for: of pictures, the latents first, then of captions.
+def recipes(encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> list[Recipe]:
+    """Return the recipes that a configuration asks for: of pictures, the latents first, then of captions.
 
     Raises:
         UserError: a model cannot be read.
     """
     every = [each for each in recipe_classes() if issubclass(each, Signal)]
     every.sort(key=lambda each: (issubclass(each, CaptionRecipe), each.optional, each.kind))
-    return [recipe for each in every if (recipe := each.wanted(config)) is not None]
+    return [recipe for each in every if (recipe := each.wanted(encoders, data, encode)) is not None]

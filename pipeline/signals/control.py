@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from pipeline.config import Config
+from pipeline.config import DataConfig, EncodeConfig
 from pipeline.errors import UserError
+from pipeline.signals import Encoders
 from pipeline.signals.latent import LatentRecipe
 
 CANNY = "canny-100-200"
@@ -30,19 +31,19 @@ class ControlRecipe(LatentRecipe):
         return "" if self.made else self.kind
 
     @classmethod
-    def wanted(cls, config: Config) -> Self | None:  # type: ignore[override]
-        given = config.data.pictures.control
+    def wanted(cls, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Self | None:  # type: ignore[override]
+        given = data.pictures.control
         if given is None:
             return None
         if given.made is not None:
             _edges()  # refused before anything is read
-        latent = LatentRecipe.wanted(config)
+        latent = LatentRecipe.wanted(encoders, data, encode)
         return cls(**latent.values(), made="" if given.made is None else CANNY)
 
-    def settings(self, config: Config) -> Mapping[str, tuple[Any, Any]]:
+    def settings(self, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Mapping[str, tuple[Any, Any]]:
         return {}
 
-    def comparison(self, config: Config) -> None:
+    def comparison(self, encoders: Encoders) -> None:
         return None
 
     def pixels(self, data: bytes, size: tuple[int, int], max_pixels: int, max_bytes: int) -> np.ndarray:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pipeline.cache.recipes import Recipe
-from pipeline.config import Config
-from pipeline.signals import PictureSignal
+from pipeline.config import DataConfig, EncodeConfig
+from pipeline.signals import Encoders, PictureSignal
 
 if TYPE_CHECKING:
     from pipeline.models.encoders import ExactComparison, Footprint, LatentEncoder
@@ -34,44 +34,44 @@ class LatentRecipe(PictureSignal):
         return self.channels, height // self.compression, width // self.compression
 
     @classmethod
-    def wanted(cls, config: Config) -> Self:
+    def wanted(cls, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Self:
         from pipeline.images.decoding import pixel_fields
         from pipeline.models.encoders import describe_vae
 
-        return cls(**describe_vae(config.vae), **pixel_fields(config.data), storage=config.encode.storage.latent)
+        return cls(**describe_vae(encoders.vae), **pixel_fields(data), storage=encode.storage.latent)
 
-    def model(self, config: Config) -> dict[str, Any]:
+    def model(self, encoders: Encoders) -> dict[str, Any]:
         from pipeline.models.encoders import describe_vae
 
-        return describe_vae(config.vae)
+        return describe_vae(encoders.vae)
 
-    def settings(self, config: Config) -> Mapping[str, tuple[Any, Any]]:
-        vae = config.vae
+    def settings(self, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Mapping[str, tuple[Any, Any]]:
+        vae = encoders.vae
         return {
             "vae.dtype": (vae.dtype, self.dtype),
-            "data.background": (config.data.background, self.background),
-            "encode.storage.latent": (config.encode.storage.latent, self.storage),
+            "data.background": (data.background, self.background),
+            "encode.storage.latent": (encode.storage.latent, self.storage),
         }
 
-    def encoder(self, config: Config, device: Any) -> LatentEncoder:
+    def encoder(self, encoders: Encoders, device: Any) -> LatentEncoder:
         from pipeline.models.encoders import LatentEncoder
 
-        return LatentEncoder.load(config.vae, device)
+        return LatentEncoder.load(encoders.vae, device)
 
-    def provenance(self, config: Config) -> dict[str, Any]:
+    def provenance(self, encoders: Encoders) -> dict[str, Any]:
         from pipeline.models.frozen import provenance_of
 
-        return provenance_of(config.vae)
+        return provenance_of(encoders.vae)
 
-    def comparison(self, config: Config) -> ExactComparison | None:
+    def comparison(self, encoders: Encoders) -> ExactComparison | None:
         from pipeline.models.encoders import ExactComparison
 
-        return None if config.vae.dtype == "fp32" else ExactComparison(config.vae)
+        return None if encoders.vae.dtype == "fp32" else ExactComparison(encoders.vae)
 
-    def footprint(self, config: Config, height: int, width: int) -> Footprint:
+    def footprint(self, encoders: Encoders, height: int, width: int) -> Footprint:
         from pipeline.models.encoders import footprint
 
-        return footprint(config.vae, height, width)
+        return footprint(encoders.vae, height, width)
 
 
 def compression(recipes: Sequence[Recipe]) -> int:

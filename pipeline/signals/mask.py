@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from pipeline.config import Config
-from pipeline.signals import PictureEncoder, PictureSignal
+from pipeline.config import DataConfig, EncodeConfig
+from pipeline.signals import Encoders, PictureEncoder, PictureSignal
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class MaskRecipe(PictureSignal):
         return 1, height // self.compression, width // self.compression
 
     @classmethod
-    def wanted(cls, config: Config) -> Self | None:
+    def wanted(cls, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Self | None:
         from pipeline.images.decoding import pixel_fields
 
-        given = config.data.pictures.mask
+        given = data.pictures.mask
         if given is None:
             return None
-        return cls(**pixel_fields(config.data), **_compression(config), made=given.made or "")
+        return cls(**pixel_fields(data), **_compression(encoders), made=given.made or "")
 
-    def model(self, config: Config) -> dict[str, Any]:
-        return _compression(config)
+    def model(self, encoders: Encoders) -> dict[str, Any]:
+        return _compression(encoders)
 
-    def encoder(self, config: Config, device: Any) -> PictureEncoder:
+    def encoder(self, encoders: Encoders, device: Any) -> PictureEncoder:
         return _Averages(self.compression)
 
     def pixels(self, data: bytes, size: tuple[int, int], max_pixels: int, max_bytes: int) -> np.ndarray:
@@ -73,8 +73,8 @@ class MaskRecipe(PictureSignal):
         return np.repeat(gray[..., None], 3, axis=2)
 
 
-def _compression(config: Config) -> dict[str, Any]:
+def _compression(encoders: Encoders) -> dict[str, Any]:
     from pipeline.models.encoders import vae_shape
     from pipeline.models.hub import resolve
 
-    return {"compression": vae_shape(resolve(config.vae))[0]}
+    return {"compression": vae_shape(resolve(encoders.vae))[0]}

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from pipeline.config import Config
+from pipeline.config import DataConfig, EncodeConfig
 from pipeline.errors import CacheError
 from pipeline.images.decoding import pixel_fields
 from pipeline.images.perceptual_hash import LENGTH, RULE, WORDS, hashes
-from pipeline.signals import PictureEncoder, PictureSignal
+from pipeline.signals import Encoders, PictureEncoder, PictureSignal
 
 LENGTHS = {"dct-sign-2x128-1": WORDS + 1, RULE: LENGTH}
 """Words of a hash by its rule. Hashes of earlier rules can be read, but not compared: the first has no colours."""
@@ -54,11 +54,11 @@ class HashRecipe(PictureSignal):
         return (LENGTHS[self.rule],)
 
     @classmethod
-    def wanted(cls, config: Config) -> Self | None:
-        return cls(**pixel_fields(config.data), rule=RULE) if cls.kind in config.encode.signals else None
+    def wanted(cls, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Self | None:
+        return cls(**pixel_fields(data), rule=RULE) if cls.kind in encode.signals else None
 
-    def model(self, config: Config) -> dict[str, Any]:
+    def model(self, encoders: Encoders) -> dict[str, Any]:
         return {"rule": RULE}
 
-    def encoder(self, config: Config, device: Any) -> PictureEncoder:
+    def encoder(self, encoders: Encoders, device: Any) -> PictureEncoder:
         return _Hasher()

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pipeline.config import Config
-from pipeline.signals import CaptionSignal
+from pipeline.config import DataConfig, EncodeConfig
+from pipeline.signals import CaptionSignal, Encoders
 
 if TYPE_CHECKING:
     from pipeline.models.text import TextEncoder
@@ -29,38 +29,38 @@ class TextRecipe(CaptionSignal):
     selection: str = "sana"
 
     @classmethod
-    def wanted(cls, config: Config) -> Self:
-        return cls(**_described(config), storage=config.encode.storage.text)
+    def wanted(cls, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Self:
+        return cls(**_described(encoders), storage=encode.storage.text)
 
-    def model(self, config: Config) -> dict[str, Any]:
-        return _described(config)
+    def model(self, encoders: Encoders) -> dict[str, Any]:
+        return _described(encoders)
 
-    def settings(self, config: Config) -> Mapping[str, tuple[Any, Any]]:
+    def settings(self, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Mapping[str, tuple[Any, Any]]:
         from pipeline.sources.caption_rules import instruction
 
-        text = config.text
+        text = encoders.text
         return {
             "text.dtype": (text.dtype, self.dtype),
             "text.recipe": (text.recipe, self.normalisation),
             "text.max_length": (text.max_length, self.max_length),
             "text.instruction": (instruction(text), self.instruction),
-            "encode.storage.text": (config.encode.storage.text, self.storage),
+            "encode.storage.text": (encode.storage.text, self.storage),
         }
 
-    def encoder(self, config: Config, device: Any) -> TextEncoder:
+    def encoder(self, encoders: Encoders, device: Any) -> TextEncoder:
         from pipeline.models.text import TextEncoder
         from pipeline.sources.caption_rules import instruction
 
-        return TextEncoder.load(config.text, instruction(config.text), device)
+        return TextEncoder.load(encoders.text, instruction(encoders.text), device)
 
-    def provenance(self, config: Config) -> dict[str, Any]:
+    def provenance(self, encoders: Encoders) -> dict[str, Any]:
         from pipeline.models.frozen import provenance_of
 
-        return provenance_of(config.text)
+        return provenance_of(encoders.text)
 
 
-def _described(config: Config) -> dict[str, Any]:
+def _described(encoders: Encoders) -> dict[str, Any]:
     from pipeline.models.text import describe_text
     from pipeline.sources.caption_rules import instruction
 
-    return describe_text(config.text, instruction(config.text))
+    return describe_text(encoders.text, instruction(encoders.text))

@@ -1,1 +1,1 @@
-"""Which samples a snapshot has, and in which bucket: join, filters, selection, packing."""
+"""Decide which samples a snapshot has, and in which bucket: join, filters, selection, packing."""

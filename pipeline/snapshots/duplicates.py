@@ -92,11 +92,12 @@ class Duplicates:
         self._starts = np.concatenate([[0], np.cumsum(sizes)])
 
     def __len__(self) -> int:
-        """How many groups there are."""
+        """Count the groups."""
         return max(0, len(self._starts) - 1)
 
     def report(self) -> dict[str, Any]:
-        """How many groups, pictures in them and pictures that are left out; and the largest groups, as JSON values."""
+        """Count the groups, the pictures in them and those that are left out; add the largest groups, as JSON
+        values."""
         largest = []
         for group in self._order()[:LARGEST].tolist():
             places = np.arange(self._starts[group], self._starts[group + 1])
@@ -176,7 +177,7 @@ class Named:
         return cls(of_id)
 
     def rows(self, joined: Joined, frame: Frame) -> tuple[np.ndarray, dict[str, int]]:
-        """Which samples are named, (n,) bool; and the id of the picture of each name that has one.
+        """Find the samples that are named, (n,) bool; and the id of the picture of each name that has one.
 
         Raises:
             UserError: a name is that of several pictures.

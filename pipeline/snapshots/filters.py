@@ -147,7 +147,7 @@ class _Values:
 
 
 class Metadata:
-    """What filters need to know of a source's items.
+    """The metadata of a source's items, as filters need it.
 
     A field has one type for each source, that of most values. Values of another type are missing; `odd` counts them.
     Without a majority there is no type. A field of numbers and text is text, unless the text is odd: fewer than half of
@@ -234,7 +234,7 @@ class Metadata:
         return result
 
     def odd(self, types: dict[Path, str]) -> list[str]:
-        """For each field with values of another type than its own: how many, and the first of them."""
+        """Count, for each field, the values of another type than its usual one, and name the first of them."""
         lines = []
         for path, kind in types.items():
             values = self._values[path]
@@ -266,7 +266,7 @@ def _shown(kind: str, values: _Values) -> str:
 def select(
     filters: Sequence[Filter], batch: pa.Table, source: str, types: dict[Path, str]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each filter which rows it selects, and which it cannot decide: booleans, (rows,) each.
+    """Find for each filter which rows it selects, and which it cannot decide: booleans, (rows,) each.
 
     Args:
         batch: rows of a scan table.

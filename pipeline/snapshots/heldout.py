@@ -85,7 +85,7 @@ def check_disjoint(snapshot: Snapshot, part: Snapshot) -> None:
 
 
 def _one_rule(ours: HeldOut, theirs: HeldOut) -> bool:
-    """Whether the digests of files alone put every picture on one of the two sides."""
+    """Return whether the digests of files alone put every picture on one of the two sides."""
     digests = ours.distance is None and theirs.distance is None
     return digests and (ours.side, theirs.side) == ("train", "heldout") and theirs.share <= ours.share
 

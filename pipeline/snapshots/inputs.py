@@ -1,4 +1,4 @@
-"""What a snapshot is made from: the last scan and the records of each source, in one cache or several."""
+"""Read what a snapshot is made from: the last scan and the records of each source, in one cache or several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.cache.recipes import Recipe
 from pipeline.config import Config
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
-from pipeline.signals import Signal
+from pipeline.signals import Encoders, Signal
 from pipeline.signals.latent import compression
 from pipeline.snapshots.join import BucketTable, EncodedRecords, Resolution
 
@@ -28,7 +28,7 @@ class Scan:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a snapshot is made from.
+    """The inputs of a snapshot.
 
     Attributes:
         caches: the cache of the configuration, then `bucket.caches`.
@@ -103,7 +103,7 @@ def read_inputs(config: Config, caches: list[Cache], scans: dict[str, Scan] | No
 
 
 def _options(config: Config, cache: Cache) -> dict[str, dict[str, Any]]:
-    """What decides a snapshot beside its scans. Records of other caches lie in its own."""
+    """Return what decides a snapshot besides its scans. Records of other caches lie in its own."""
     elsewhere = {"caches", "pack_mib"}
     bucket = config.bucket.model_dump(mode="json", exclude_defaults=True, exclude=elsewhere)
     if config.bucket.grow:
@@ -154,7 +154,8 @@ def _recipes(config: Config, scans: dict[str, Scan]) -> tuple[list[Recipe], dict
 
 def _check_settings(config: Config, recipes: list[Recipe]) -> None:
     """Refuse settings of the encoders that differ from the cache's."""
-    pairs = [pair for one in recipes if isinstance(one, Signal) for pair in one.settings(config).items()]
+    sections = Encoders(config.vae, config.text), config.data, config.encode
+    pairs = [pair for one in recipes if isinstance(one, Signal) for pair in one.settings(*sections).items()]
     different = [f"{key}: configuration {ours!r}, cache {theirs!r}" for key, (ours, theirs) in pairs if ours != theirs]
     if different:
         raise CacheError(

@@ -77,7 +77,7 @@ class EncodedRecords:
 
     @property
     def texts(self) -> RecordIndex:
-        """Of the captions' records."""
+        """Return the texts of the captions' records."""
         return self.indexes[self.caption.kind]
 
 

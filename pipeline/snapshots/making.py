@@ -228,7 +228,8 @@ class _Maker:
         return Made(assembled, joined, frame)
 
     def _leaked(self, frame: Frame) -> dict[str, int]:
-        """Of the held-out snapshot that the configuration names, the samples that look like one of the training."""
+        """List, of the held-out snapshot that the configuration names, the samples that look like one of the
+        training."""
         validation, inputs = self.config.train.validation, self.inputs
         named = None if validation is None else validation.snapshot
         if named is None or HashRecipe.kind not in inputs.records.indexes:

@@ -64,7 +64,7 @@ def groups(hashed: np.ndarray, distance: int, report: Report = lambda done, tota
 
 
 def distances(one: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """In how many bits a picture differs from others, as `groups` compares them; all bits where colours differ.
+    """Count the bits in which a picture differs from others, as `groups` compares them; all bits where colours differ.
 
     Args:
         one: uint16 (49,).
@@ -93,7 +93,7 @@ def _view_colours(hashed: np.ndarray, view: int) -> np.ndarray:
 
 
 def _same_colours(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Whether each pair of words of colours is alike, (n,) bool. first, second: uint16 (n, 16), or (1, 16)."""
+    """Return whether each pair of words of colours is alike, (n,) bool. first, second: uint16 (n, 16), or (1, 16)."""
     a, b = (chroma(words).astype(np.float32) for words in (first, second))
     dot, squares = (a * b).sum(axis=1), (b * b).sum(axis=1)
     factor = np.clip(dot / np.maximum(squares, 1), 1 / FACTOR, FACTOR)[:, None]
@@ -252,7 +252,7 @@ class _Search:
         self._forest.join(left[near], right[near] // 4)
 
     def _alike(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Whether the colours of each pair are alike. left, right: as of `_verify`."""
+        """Return whether the colours of each pair are alike. left, right: as of `_verify`."""
         alike = np.empty(len(left), bool)
         for part in _parts(len(left), COMPARED):
             whole, other = self._colours[left[part], 0], right[part]

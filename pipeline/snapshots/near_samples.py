@@ -29,7 +29,7 @@ LARGEST = 10
 
 @dataclass(frozen=True)
 class NearGroups:
-    """Which pictures look the same.
+    """The pictures that look the same.
 
     Attributes:
         keys: (n,) S16, of each sample: the smallest digest of the pictures in its group.
@@ -77,8 +77,8 @@ def leaked(
     part: Snapshot,
     report: near.Report,
 ) -> tuple[int, int]:
-    """How many samples of a held-out part look like a sample of the training, and how many have too little detail to be
-    compared. frame: the training's; report: as of `near.groups`.
+    """Count the samples of a held-out part that look like a sample of the training, and how many have too little detail
+    to be compared. frame: the training's; report: as of `near.groups`.
 
     Raises:
         CacheError: the hashes are of an earlier rule.

@@ -273,7 +273,7 @@ def _with_captions(joined: Joined, frame: Frame, heirs: np.ndarray, inherited: n
 
 
 def repeated(joined: Joined, frame: Frame, records: EncodedRecords) -> int:
-    """How many samples have the picture records of a sample before them."""
+    """Count the samples that have the picture records of a sample before them."""
     kind = records.pictures[0].kind
     seen, count = joined.scratch.array(len(records.indexes[kind]), bool), 0
     for piece in pieces(len(frame)):

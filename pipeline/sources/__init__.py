@@ -1,1 +1,1 @@
-"""Where pictures and captions come from: folders, tars, tables, here or in object storage."""
+"""The places of pictures and captions: folders, tars, tables, here or in object storage."""

@@ -2,9 +2,9 @@
 
 Data sets have several captions per picture (short, long, of different captioners). Choosing one per visit is worth more
 than choosing one for good, so a cache holds all of them. The weight of a column is its share (Sana's `proportion`),
-which the entries of a list share. Candidates with scores (Sana's `clipscore`) that reach `threshold` are drawn in
-proportion to weight * score ** `power`; if none does, the best alone. One without a score is never drawn beside scored
-ones. What is never drawn is not encoded, and counted.
+which the entries of a list share. Candidates with scores (Sana's `clipscore`) of at least `SCORE_THRESHOLD` are
+drawn in proportion to weight * score ** `SCORE_POWER`; if all are lower, the best alone. One without a score is never
+drawn beside scored ones. What is never drawn is not encoded, and counted.
 """
 
 from __future__ import annotations
@@ -62,6 +62,12 @@ _SURE = ("caption", "captions", "text", "texts", "prompt", "prompts", "descripti
 _TURNS = {"from", "role"}
 """Columns of the objects of a conversation, of which questions are a part."""
 
+SCORE_THRESHOLD = 25.0
+"""Captions with a lower score are not drawn; if all scores are lower, the best caption is (Sana's `clip_thr`)."""
+
+SCORE_POWER = 10.0
+"""Captions are drawn in proportion to their score to this power (one over Sana's `clip_thr_temperature`)."""
+
 TEXT_FILE = "txt"
 """In a list of columns: the text file beside a picture, or the .txt member of a tar."""
 
@@ -77,7 +83,7 @@ class CaptionCandidate:
 
 @dataclass
 class PictureCaptions:
-    """What files and rows say about a picture.
+    """The captions that files and rows give a picture.
 
     problems: captions that cannot be used: (file, line or "", reason).
     meta: the other columns; of several values of a column the first counts.
@@ -101,8 +107,8 @@ class PictureCaptions:
 
 
 _DECISIVE = (
-    *("caption_field", "caption_weights", "caption_scores", "score_threshold", "score_power"),
-    *("caption", "caption_prefix", "caption_suffix", "caption_parts", "tags"),
+    *("caption_field", "caption_weights", "caption_scores"),
+    *("caption", "caption_prefix", "caption_parts", "tags"),
 )
 """Options of `data` that decide the captions."""
 
@@ -131,7 +137,7 @@ class CaptionRule:
 
     @property
     def listed(self) -> bool:
-        """Whether the user listed `fields`; then text files are used only if `txt` is one of them."""
+        """Return whether the user listed `fields`; then text files are used only if `txt` is one of them."""
         return bool(self.config.caption_weights)
 
     @cached_property
@@ -141,7 +147,7 @@ class CaptionRule:
 
     @property
     def is_default(self) -> bool:
-        """Whether the user named no column."""
+        """Return whether the user named no column."""
         return self.fields == ((DataConfig.model_fields["caption_field"].default, 1.0),) and not self.listed
 
     @cached_property
@@ -213,17 +219,18 @@ class CaptionRule:
         return self.likely(sure) if sure else None
 
     def lacks_captions(self, columns: Collection[str]) -> bool:
-        """Whether a table with these columns cannot have any caption, or a default caption would hide those it has."""
+        """Return whether a table with these columns cannot have any caption, or a default caption would hide those it
+        has."""
         usable = {*self.columns, *self.fallback}
         lacks = bool(self.columns) and not any(has_column(columns, c) for c in usable)
         return lacks and (self.config.caption is None or self.hides(columns) is not None)
 
     def has_caption_column(self, row: dict[str, Any]) -> bool:
-        """Whether a row has any of the caption columns."""
+        """Return whether a row has any of the caption columns."""
         return any(has_column(row, column) for column in (*self.columns, *self.fallback))
 
     def read(self, row: dict[str, Any], scores: dict[str, Any] | None = None, where: str = "") -> PictureCaptions:
-        """What a row says.
+        """Return what a row says.
 
         Args:
             scores: by column, from another file; they take precedence over those of the row.
@@ -250,7 +257,7 @@ class CaptionRule:
         return captions
 
     def lacking(self, row: dict[str, Any]) -> str:
-        """What a row without a caption column has instead, and the setting that would take one of its texts."""
+        """Say what a row without a caption column has instead, and the setting that would take one of its texts."""
         missing = [column for column, _ in self.fields if column in self.columns]
         names = list(islice(columns_of(row), SHOWN + 1))
         has = ", ".join([repr(escaped(column)) for column in names[:SHOWN]] + ["..."] * (len(names) > SHOWN))
@@ -341,10 +348,9 @@ class CaptionRule:
             if weight > 0:
                 weights[candidate.text] = max(weight, weights.get(candidate.text, 0.0))
         drawn = self._with_variants(weights, key, source) if self.config.tags else weights
-        before, after = self.config.caption_prefix, self.config.caption_suffix
         captions = dict[str, float]()  # texts that are equal once a place has the trigger word count as any equal texts
         for text, weight in drawn.items():
-            made = f"{with_prefix(text, before)}{after}"
+            made = with_prefix(text, self.config.caption_prefix)
             captions[made] = max(weight, captions.get(made, 0.0))
         return tuple(captions.items()), len({candidate.text for candidate in candidates} - set(weights))
 
@@ -364,14 +370,14 @@ class CaptionRule:
         if not scores:
             return [candidate.weight for candidate in candidates]
         best = max(scores)
-        if best < self.config.score_threshold:  # the best alone; the first of equals
+        if best < SCORE_THRESHOLD:  # the best alone; the first of equals
             first = next(i for i, candidate in enumerate(candidates) if candidate.score == best)
             return [candidate.weight if i == first else 0.0 for i, candidate in enumerate(candidates)]
 
         def weight(candidate: CaptionCandidate) -> float:
-            if candidate.score is None or candidate.score < self.config.score_threshold:
+            if candidate.score is None or candidate.score < SCORE_THRESHOLD:
                 return 0.0
-            return candidate.weight * ((candidate.score / best) ** self.config.score_power if best > 0 else 1.0)
+            return candidate.weight * ((candidate.score / best) ** SCORE_POWER if best > 0 else 1.0)
 
         return [weight(candidate) for candidate in candidates]
 
@@ -428,7 +434,7 @@ def sure_columns(columns: Iterable[str]) -> list[str]:
 
 
 def has_column(columns: Collection[str], column: str) -> bool:
-    """Whether a column, or an object that may hold it, is among those of a table."""
+    """Return whether a column, or an object that may hold it, is among those of a table."""
     return column in columns or any(
         column[:place] in columns for place, character in enumerate(column) if character == "."
     )

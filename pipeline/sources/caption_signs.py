@@ -1,5 +1,5 @@
-"""What captions hold that the model would read as words, though other trainers mean something else by it: places for
-the trigger word, choices, and several lines. Counted over a scan.
+"""Find what captions hold that the model would read as words, though other trainers mean something else by it: places
+for the trigger word, choices, and several lines. Counted over a scan.
 
 Price: captions are searched in batches, by Arrow; those without any of `_MARKS` cost a search for five bytes.
 """
@@ -95,7 +95,7 @@ def said(found: Iterable[Sign], config: DataConfig) -> list[str]:
 
 
 def without_variants(table: pa.Table, config: DataConfig) -> list[str]:
-    """For people: how many pictures get no variant by `data.tags`, as they have a single caption, or that none does."""
+    """Say how many pictures get no variant by `data.tags`, as they have a single caption, or that none does."""
     if config.tags is None:
         return []
     pictures, alone, example, looked = 0, 0, "", list[str]()
@@ -107,8 +107,8 @@ def without_variants(table: pa.Table, config: DataConfig) -> list[str]:
         pictures, alone = pictures + len(items), alone + (pc.sum(single).as_py() or 0)
         several = captions.filter(pc.greater(lengths, 1)).slice(0, _LOOKED_AT - len(looked))
         looked += [each["text"] for row in several.to_pylist() for each in row]
-    before, after = config.caption_prefix, config.caption_suffix
-    if pictures and not any(tags_of(text.removeprefix(before).removesuffix(after)) for text in looked):
+    before = config.caption_prefix
+    if pictures and not any(tags_of(text.removeprefix(before)) for text in looked):
         found = f" ({example})" if example else ""
         return [f"captions: data.tags makes no variant: no caption is a list of tags, with commas between{found}"]
     return [f"captions: {alone} of {pictures} pictures get no variant by data.tags ({example})"] if alone else []
@@ -123,13 +123,14 @@ def _text(text: str) -> str:
 
 
 def _captions(table: pa.Table) -> Iterator[tuple[pa.Array, pa.Array, pa.Array]]:
-    """Of each batch of a scan: the usable items, and for each caption the position of its item, and its text."""
+    """Yield, for each batch of a scan, the usable items, and for each caption the position of its item, and its
+    text."""
     for items, captions in _usable(table):
         yield items, pc.list_parent_indices(captions), pc.struct_field(pc.list_flatten(captions), "text")
 
 
 def _usable(table: pa.Table) -> Iterator[tuple[pa.Array, pa.Array]]:
-    """Of each batch of a scan: the usable items, and their captions."""
+    """Yield, for each batch of a scan, the usable items and their captions."""
     for batch in batches(table.select(["item", "captions", "reject"])):
         usable = batch.filter(pc.is_null(batch.column("reject"))).combine_chunks()
         if len(usable):

@@ -116,14 +116,21 @@ def reopen(
         patience_s: how long to wait for a store that does not answer.
 
     Raises:
-        UserError: it no longer exists.
+        UserError: it no longer exists, or another version of this program scanned it in a format of its own.
     """
     root, named = location or document["root"], document.get("named", [])
     filesystem: Filesystem = (
         RemoteFilesystem(root, patience_s) if is_url(root) else _disk(root, root, patience_s, named)
     )
     given = Given(filesystem, [], CaptionRule(config), config, name, patience_s)
-    return formats()[document.get("source_format", Source.format)].source(given, ())
+    every, format = formats(), document.get("source_format", Source.format)
+    if format not in every:
+        raise UserError(
+            f"source {name!r} was scanned with a format that this version does not read: {format}",
+            expected=" or ".join(every),
+            fix=f"sana-pipe encode --source-name {shlex.quote(name)} --data DIR, with the pictures in one of them",
+        )
+    return every[format].source(given, ())
 
 
 def _resolve(data: str, patience_s: float) -> tuple[Filesystem, list[str] | None, str]:
@@ -156,7 +163,7 @@ def _resolve(data: str, patience_s: float) -> tuple[Filesystem, list[str] | None
 
 
 def _endings() -> list[str]:
-    """Of all files that may be named."""
+    """List the endings of all files that may be named."""
     every = [ending for format in formats().values() for ending in (*format.endings, *format.named_endings)]
     return list(dict.fromkeys(every))
 
@@ -273,7 +280,7 @@ def _format_of_folder(given: Given, data: str) -> tuple[Format, list[str]]:
 
 
 def _tell_of(given: Given, tables: Iterable[str], tars: Iterable[str]) -> bool:
-    """Whether tables without pictures lie beside tars of the same names, as img2dataset writes them."""
+    """Return whether tables without pictures lie beside tars of the same names, as img2dataset writes them."""
     names, parquet = {*map(stem, tars)}, formats()["parquet"]
     return all(stem(table) in names and not parquet.names(given, table) for table in tables)
 
@@ -292,7 +299,7 @@ def _one_kind(data: str, shown: Mapping[str, list[str]]) -> str:
 
 @dataclass
 class _Beside:
-    """Of the files of a folder that are examined: the `base` of pictures, and of files that may have captions."""
+    """The names in a folder that are examined: the `base` of pictures, and of files that may have captions."""
 
     pictures: set[str] = field(default_factory=set)
     captions: dict[str, str] = field(default_factory=dict)
@@ -308,7 +315,7 @@ class _Beside:
         return [file for file in files if not any(self._is_about(file, name) for name in self.pictures)]
 
     def _is_about(self, file: str, name: str) -> bool:
-        """Whether a file is about a single picture: `X_more.json` about X."""
+        """Return whether a file is about a single picture: `X_more.json` about X."""
         return file.startswith(name) and not file[len(name) :][:1].isalnum()
 
 

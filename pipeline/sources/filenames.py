@@ -35,7 +35,7 @@ _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def split(name: str) -> tuple[str, str]:
-    """As `posixpath.splitext`, in a third of its time for the usual name."""
+    """Split as `posixpath.splitext` does, in a third of its time for the usual name."""
     dot = name.rfind(".")
     if dot < 0 or name.find("/", dot) >= 0:
         return name, ""
@@ -54,13 +54,13 @@ def is_text(name: str) -> bool:
 
 
 def kind_of_file(name: str) -> str:
-    """What a file that is not used is called, by its ending."""
+    """Return what a file that is not used is called, by its ending."""
     kind = extension(name)
     return f".{escaped(kind)} file" if kind else "file without an extension"
 
 
 def lost_picture(name: str) -> str | None:
-    """Why a file that was a picture's by its name is none now (`a.jpg_large`, `a.jpg?x=1`, `a.jpg `, `a.jpg.1`), or
+    """Say why a file that was a picture's by its name is none now (`a.jpg_large`, `a.jpg?x=1`, `a.jpg `, `a.jpg.1`), or
     None."""
     match = _LOST.search(posixpath.basename(name))
     if match is None or extension(name) in EXTENSIONS:
@@ -93,8 +93,18 @@ def is_url(name: str) -> bool:
     return _SCHEME.match(name) is not None
 
 
+def is_web(name: str) -> bool:
+    """Whether a name is the URL of a web server."""
+    return is_url(name) and name.strip().lower().startswith(("http://", "https://"))
+
+
+def is_link(name: str) -> bool:
+    """Whether a name is an address of another machine. One on this disk is an absolute name."""
+    return is_url(name) and not name.strip().lower().startswith(("file:", "local:"))
+
+
 def has_surrogates(text: str) -> bool:
-    """Whether a text has surrogates: it is not UTF-8, or a JSON escape stands for half a character."""
+    """Return whether a text has surrogates: it is not UTF-8, or a JSON escape stands for half a character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -103,7 +113,7 @@ def has_surrogates(text: str) -> bool:
 
 
 def unsafe_reason(name: str) -> str | None:
-    """Why a relative name must not be used, or None."""
+    """Say why a relative name must not be used, or None."""
     if has_surrogates(name):
         return "the name is not valid UTF-8"
     if any(unicodedata.category(character) == "Cc" for character in name):
@@ -143,5 +153,5 @@ def shortened(text: str, length: int = 60) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """What an error says, without its type and the file name; its type if it says nothing."""
+    """Return what an error says, without its type and the file name; its type if it says nothing."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

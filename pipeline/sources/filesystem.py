@@ -27,11 +27,12 @@ from pipeline import retrying
 from pipeline.cache.disk import raise_if_of_machine
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import AwayError, UserError
-from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, spellings, unsafe_reason
+from pipeline.sources.filenames import error_text, escaped, has_surrogates, is_url, is_web, spellings, unsafe_reason
 
 T = TypeVar("T")
 
 LEADS_OUT = "a link leads out of the source folder; give a copy without links (cp -rL)"
+ON_THE_WEB = "is on a web server, and only files are read: img2dataset fetches pictures (docs/encoding.md)"
 MAX_POINTER = 1024
 POINTERS = (
     (rb"version https://git-lfs\.github\.com/", "is a pointer of Git LFS, not the file: fetch it with `git lfs pull`"),
@@ -49,7 +50,7 @@ class Unreadable(OSError):
 
     @property
     def fix(self) -> str | None:
-        """What helps, where the driver of a store knows it."""
+        """Say what helps, where the driver of a store knows it."""
         return getattr(self.__cause__, "fix", None)
 
     @classmethod
@@ -68,8 +69,8 @@ def or_unreadable(read: Callable[..., T], *args: Any) -> T | Unreadable:
 
 
 def is_read_error(error: BaseException) -> bool:
-    """Whether bytes could not be read. Errors of bytes that were read have no number, or come from a seek to a place
-    that a damaged header names."""
+    """Return whether bytes could not be read. Errors of bytes that were read have no number, or come from a seek to a
+    place that a damaged header names."""
     numbers = (None, errno.EINVAL, errno.EOVERFLOW)
     return isinstance(error, Unreadable) or (isinstance(error, OSError) and error.errno not in numbers)
 
@@ -89,7 +90,7 @@ class Filesystem(ABC):
 
     @property
     def is_remote(self) -> bool:
-        """Whether every read is a network round trip, so that many should be in flight at once."""
+        """Return whether every read is a network round trip, so that many should be in flight at once."""
         return False
 
     @property
@@ -98,7 +99,7 @@ class Filesystem(ABC):
         return (self.location,)
 
     def full_name(self, name: str) -> str:
-        """For messages."""
+        """Name the file for messages."""
         return f"{self.location.rstrip('/')}/{name}"
 
     def key(self, name: str, folder: str) -> str:
@@ -112,8 +113,8 @@ class Filesystem(ABC):
         roots = [f"{root.rstrip('/')}/" for root in self.roots]
         named = ((full, root) for full in (path, posixpath.join(folder, path)) for root in roots)
         inside = next((full.removeprefix(root) for full, root in named if full.startswith(root)), None)
-        if inside is None and is_url(path):
-            raise ValueError("is a URL, not a name within the data")
+        if inside is None and is_url(full := path if is_url(path) else folder):
+            raise ValueError(ON_THE_WEB if is_web(full) else "is a URL, not a name within the data")
         problem = unsafe_reason(path if inside is None else inside)
         if problem is not None:
             raise ValueError(problem)
@@ -274,7 +275,7 @@ class LocalFilesystem(Filesystem):
         return Path(path)
 
     def inside(self, path: str) -> bool:
-        """Whether a path is below the root once all its links are followed, or where else links may lead."""
+        """Return whether a path is below the root once all its links are followed, or where else links may lead."""
         try:
             real = os.path.realpath(path)
             return any(os.path.commonpath((root, real)) == root for root in self._inside)
@@ -324,7 +325,8 @@ class LocalFilesystem(Filesystem):
         return self.when_reachable(scan)
 
     def is_folder(self, entry: os.DirEntry[str]) -> bool:
-        """Whether an entry is a folder, or a link to one; False for a circle of links. Waits as `when_reachable`."""
+        """Return whether an entry is a folder, or a link to one; False for a circle of links. Waits as
+        `when_reachable`."""
         try:
             return self.when_reachable(entry.is_dir)
         except OSError:
@@ -403,7 +405,7 @@ class LocalFilesystem(Filesystem):
 
 
 def _problem_of(handle: int) -> str | None:
-    """Why an open file holds no data, or None."""
+    """Say why an open file holds no data, or None."""
     status = os.fstat(handle)
     if not stat_module.S_ISREG(status.st_mode):
         return "is not a regular file"

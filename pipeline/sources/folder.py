@@ -145,7 +145,7 @@ class Listing:
 
     @property
     def has_captions(self) -> bool:
-        """Whether any picture has a caption file."""
+        """Return whether any picture has a caption file."""
         kinds = pc.unique(self._beside.table.column("kind")).to_pylist()
         return not self._further.keys() >= set(kinds)
 
@@ -154,7 +154,7 @@ class Listing:
         return self.pictures.column("item").slice(start, stop - start).to_pylist()
 
     def metadata(self, keys: list[str]) -> list[PictureCaptions | None]:
-        """What the metadata files say about pictures."""
+        """Return what the metadata files say about pictures."""
         return [None] * len(keys) if self.rows is None else self.rows.find(keys)
 
     def beside(self, keys: list[str]) -> list[dict[str, list[str]]]:
@@ -380,8 +380,8 @@ class FolderSource(Source):
                 yield key, _problem(entry, key, disk) if _is_data(entry.name, extension(key)) else None
 
     def _is_picture(self, key: str, problem: str | None, found: _Found) -> bool:
-        """Whether a file is a usable picture by its name; another one is added to `found` or ignored. problem: why it
-        must not be used."""
+        """Return whether a file is a usable picture by its name; another one is added to `found` or ignored. problem:
+        why it must not be used."""
         kind, name = extension(key), key.rpartition("/")[2]
         if not _is_data(name, kind):
             problem = lost_picture(name)
@@ -543,7 +543,7 @@ def _of_further(one: Further, file: str, pictures: list[str]) -> list[str]:
 
 
 def _problem(entry: os.DirEntry[str], key: str, disk: LocalFilesystem) -> str | None:
-    """Why a file must not be used, or None."""
+    """Say why a file must not be used, or None."""
     problem = unsafe_reason(key)
     if problem is not None:
         return problem

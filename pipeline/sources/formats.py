@@ -19,7 +19,6 @@ FORMATS: dict[str, str] = {
     "parquet": "pipeline.sources.tables:Parquet",
     "jsonl": "pipeline.sources.tables:Jsonl",
     "csv": "pipeline.sources.tables:Csv",
-    "links": "pipeline.sources.tables:Linked",
 }
 """Name -> `module:class`. Of two that may have a file, the first takes it."""
 

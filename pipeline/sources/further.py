@@ -37,7 +37,7 @@ class Further:
 
     @property
     def remedy(self) -> str:
-        """What a user can do where samples lack it."""
+        """Say what a user can do where samples lack it."""
         places = {
             "suffix": f"put X{self.suffix}.png beside X.jpg",
             "folder": f"put the {self.kind} picture of X.jpg into the data as {(self.folder or '').strip('/')}/X.png",
@@ -60,7 +60,7 @@ class Further:
         return base(f"{picture}.png") if is_further else None
 
     def owners(self, key: str) -> list[str]:
-        """What `owner` may give for the further picture of a picture. A folder `train/masks` is beside
+        """Return what `owner` may give for the further picture of a picture. A folder `train/masks` is beside
         `train/images`, too: a picture's name without `train` counts."""
         if self.folder is None:
             return [base(key)]
@@ -72,7 +72,7 @@ class Further:
         return list(dict.fromkeys(names))
 
     def nearest(self, file: str, pictures: list[str]) -> list[str]:
-        """Those of some pictures that are below the folder in which the folder of a further picture is."""
+        """List the pictures that are below the folder in which the folder of a further picture is."""
         if self.folder is None or "/" not in self.folder.strip("/"):
             return pictures
         above = file[: f"/{file}".find(f"/{self.folder.strip('/')}/")] + self.folder.strip("/").rpartition("/")[0]
@@ -87,7 +87,7 @@ def sisters(key: str) -> list[str]:
 
 
 def wanted(pictures: FurtherPictures) -> tuple[Further, ...]:
-    """Those that a source has to find; what is made from the sample's picture is none of them."""
+    """Return those that a source has to find; what is made from the sample's picture is none of them."""
     every: Iterable[tuple[str, FurtherConfig | None]] = pictures
     return tuple(
         Further(kind, given.suffix, given.folder, given.column, given.required)
@@ -97,7 +97,7 @@ def wanted(pictures: FurtherPictures) -> tuple[Further, ...]:
 
 
 def remedy(further: Iterable[Further], reasons: Iterable[str]) -> str | None:
-    """What a user can do, if reasons of rejects say that samples lack one; else None."""
+    """Say what a user can do, if reasons of rejects say that samples lack one; else None."""
     reasons = list(reasons)
     return "; ".join(one.remedy for one in further if any(one.lacking in reason for reason in reasons)) or None
 

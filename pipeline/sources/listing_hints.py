@@ -13,8 +13,7 @@ from pipeline.errors import UserError
 from pipeline.sources.caption_columns import CaptionRule, text_columns
 from pipeline.sources.filenames import EXTENSIONS, escaped, extension, stem
 from pipeline.sources.filesystem import Filesystem
-from pipeline.sources.link_tables import first_row
-from pipeline.sources.metadata_files import NAME_COLUMNS
+from pipeline.sources.metadata_files import NAME_COLUMNS, first_row
 
 ENDINGS = ("json", "jsonl", "ndjson", "csv", "tsv", "txt")
 CONTROL = {"source": "target", "conditioning_image": "image", "control": "image"}

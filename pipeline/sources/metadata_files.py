@@ -12,7 +12,7 @@ import json
 import pickle
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
@@ -22,11 +22,12 @@ from pipeline.cache.scratch import Scratch
 from pipeline.config import setting
 from pipeline.errors import UserError
 from pipeline.sources.caption_columns import TEXT_FILE, CaptionRule, PictureCaptions, columns_of, has_column
-from pipeline.sources.filenames import error_text, escaped, extension, has_surrogates, short_repr, shown
+from pipeline.sources.filenames import error_text, escaped, extension, has_surrogates, is_web, short_repr, shown
 from pipeline.sources.filesystem import Filesystem, Unreadable
 from pipeline.sources.further import Further
 from pipeline.sources.sidecars import MAX_CAPTION_BYTES, parse_json
 from pipeline.sources.unread import TURNS, annotations_refused
+from pipeline.sources.web_tables import refused
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMN = "file_name"
@@ -35,6 +36,9 @@ NAME_COLUMNS = (
     *("image_name", "images"),
 )
 LINK_COLUMNS = ("url", "URL", "image_url", "img_url", "image_link", "link")
+FIRST_ROWS = 64
+"""Rows of a listing that are searched for a picture, to find out what it names."""
+
 _CAPTION = "caption"
 """The column of a caption in a JSON object {picture: caption}."""
 
@@ -51,13 +55,13 @@ REJECTS = pa.schema([("item", pa.string()), ("reason", pa.string())])
 
 
 class Pictures:
-    """What the rows say about pictures, in temporary files. table: columns `item` and `row`, in the rows' order."""
+    """The rows about pictures, in temporary files. table: columns `item` and `row`, in the rows' order."""
 
     def __init__(self, table: pa.Table, scratch: Scratch):
         self._rows = ItemRows(table, scratch)
 
     def find(self, keys: list[str]) -> list[PictureCaptions | None]:
-        """What the rows say about each picture; None where no row names it."""
+        """Return what the rows say about each picture; None where no row names it."""
         return [self._merged(rows) if rows else None for rows in self._rows.every(keys)]
 
     def _merged(self, rows: list[int]) -> PictureCaptions:
@@ -73,14 +77,26 @@ class MetadataReader:
     Attributes:
         column_names: the columns that name further pictures. others: those, column `item`.
         columns: of the file that is read, in order of appearance, as far as its rows have been read.
+
+    Args:
+        files: all that will be read, for a message.
     """
 
-    def __init__(self, filesystem: Filesystem, rule: CaptionRule, scratch: Scratch, further: Sequence[Further] = ()):
+    def __init__(
+        self,
+        filesystem: Filesystem,
+        rule: CaptionRule,
+        scratch: Scratch,
+        further: Sequence[Further] = (),
+        files: Sequence[str] = (),
+    ):
         self.filesystem, self.rule, self._scratch = filesystem, rule, scratch
         self.column_names = [one.column for one in further if one.column is not None]
         self.others = scratch.row_writer(_PICTURES)
         self._named, self._rejects = scratch.row_writer(_NAMED), scratch.row_writer(REJECTS)
         self.columns: dict[str, None] = {}
+        self._files, self._reader = files, RowReader("", io.BytesIO())
+        self._any_name = False
 
     def finish(self) -> tuple[pa.Table, Pictures, pa.Table]:
         """The rows that name a picture (column `item`), what they say, and the rejects (`REJECTS`); nothing can be read
@@ -94,9 +110,9 @@ class MetadataReader:
 
     def rows(self, file: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """(`FILE:LINE`, values by column) of the rows of a file; lines that are no row become rejects."""
-        any_line, self.columns = False, {}
+        any_line, self.columns, self._any_name = False, {}, False
         try:
-            reader = RowReader(file, self.filesystem.open(file, spool=True))
+            self._reader = reader = RowReader(file, self.filesystem.open(file, spool=True))
             self.columns = reader.columns
             for line, row in reader:
                 any_line = True
@@ -116,11 +132,21 @@ class MetadataReader:
 
     def key(self, where: str, row: dict[str, Any], picture: str, folder: str) -> str | None:
         """The key of the file that a row names relative to `folder`; None, and a reject, if it must not be used. Names
-        of further pictures become keys in the row. picture: the column."""
-        name = row[picture] = only(row.get(picture))
+        of further pictures become keys in the row. picture: the column.
+
+        Raises:
+            UserError: the first name of the file is a picture on a web server.
+        """
+        value = row.get(picture)
+        name = row[picture] = only(value)
         if not isinstance(name, str) or not name:
             self.reject(where, f"names no file ({picture} is {short_repr(name)})")
             return None
+        if not self._any_name and is_web(name):
+            form = self._reader.form if isinstance(value, str) else None
+            file = self._reader.file
+            raise refused(self.filesystem, self._files or [file], file, picture, name, [*self.columns], self.rule, form)
+        self._any_name = True
         try:
             for column in self.column_names:
                 name = only(row.get(column))
@@ -138,6 +164,28 @@ class MetadataReader:
         said = self.rule.read(row, where=where)
         said.meta.pop(column, None)
         self._named.add(key, pickle.dumps((said.candidates, said.problems, said.meta, said.hidden, said.is_lost)))
+
+
+def picture_column(row: Collection[str]) -> str | None:
+    """The column of a listing that names the pictures."""
+    return next((column for column in (*NAME_COLUMNS, *LINK_COLUMNS) if column in row), None)
+
+
+def first_row(
+    filesystem: Filesystem, file: str, image_field: str | None, any_row: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """The first picture that a listing names, and its row; ("", {}) if none of the first rows does. any_row: the first
+    row, also if it names none."""
+    try:
+        for _, row in islice(RowReader(file, filesystem.open(file)), FIRST_ROWS):
+            name = only(row.get(image_field or picture_column(row) or "")) if isinstance(row, dict) else None
+            if isinstance(name, str) and name and isinstance(row, dict):
+                return name, row
+            if any_row and isinstance(row, dict):
+                return "", row
+    except OSError:  # is reported by the listing
+        pass
+    return "", {}
 
 
 def only(value: Any) -> Any:
@@ -203,11 +251,13 @@ class RowReader:
 
     Attributes:
         columns: in order of appearance, of the rows read so far.
+        form: the plain format of the file once a row was read: csv (commas), tsv, json (an array) or jsonl; None: none.
     """
 
     def __init__(self, file: str, stream: BinaryIO):
-        self._stream, self._ending = stream, extension(file)
+        self.file, self._stream, self._ending = file, stream, extension(file)
         self.columns: dict[str, None] = {}
+        self.form: str | None = None
 
     def __iter__(self) -> Rows:
         """A CSV record has the number of its last line, a row of a JSON file its own."""
@@ -220,6 +270,8 @@ class RowReader:
                 for line, row in self._rows(text):
                     if isinstance(row, dict):
                         self.columns.update(dict.fromkeys(columns_of(row) if dict in map(type, row.values()) else row))
+                    if wide:
+                        self.form = None
                     yield line, row
             except UnicodeDecodeError:
                 yield line + 1, "is not UTF-16; what follows is not read"
@@ -230,11 +282,13 @@ class RowReader:
         if self._ending in ("csv", "tsv") or (self._ending == "txt" and first.strip()[:1] not in ("[", "{")):
             return self._csv(lines)
         if self._is_json(first, second):
+            self.form = "json" if first.lstrip().startswith("[") else None
             return _json(first + second + text.read(MAX_JSON))
+        self.form = "jsonl"
         return _jsonl(lines)
 
     def _is_json(self, first: str, second: str) -> bool:
-        """Whether the file is one JSON value, and not one in each line. first, second: its lines."""
+        """Return whether the file is one JSON value, and not one in each line. first, second: its lines."""
         if self._ending != "json":
             return first.lstrip().startswith("[")
         row = parse_json(first) if len(first) <= MAX_CAPTION_BYTES else ""
@@ -249,6 +303,7 @@ class RowReader:
         if named:  # Excel's own line
             first, above = next(lines, ""), 1
         delimiter = named[1] if named else "\t" if self._ending == "tsv" else _separator(first)
+        self.form = None if named else {",": "csv", "\t": "tsv"}.get(delimiter)
         reader = csv.reader(chain([first] if first else [], lines), delimiter=delimiter, strict=True)
         while True:
             try:
@@ -303,7 +358,8 @@ def _json(text: str) -> Rows:
 
 
 def _separator(header: str) -> str:
-    """What separates the columns of a CSV file: what finds a column that names pictures, else the most frequent."""
+    """Return what separates the columns of a CSV file: what finds a column that names pictures, else the most
+    frequent."""
     for separator in _SEPARATORS:
         names = [name.strip().strip('"') for name in header.split(separator)]
         if len(names) > 1 and not {*NAME_COLUMNS, *LINK_COLUMNS}.isdisjoint(names):
@@ -312,7 +368,7 @@ def _separator(header: str) -> str:
 
 
 def _all_text(values: list[Any]) -> bool:
-    """Whether a list has texts alone, one at least."""
+    """Return whether a list has texts alone, one at least."""
     return bool(values) and all(isinstance(value, str) for value in values)
 
 

@@ -1,4 +1,5 @@
-"""What the names of pictures say: masks, control pictures, and regularisation pictures among the pictures of a source.
+"""Read what the names of pictures say: masks, control pictures, and regularisation pictures among the pictures of a
+source.
 
 `x-masklabel.png` beside `x.jpg` and `masks/x.png` beside `images/x.jpg` are further pictures of `x.jpg`, if they have
 no caption themselves. Folders called `reg` hold pictures that keep what a class looks like (kohya's sd-scripts).
@@ -71,19 +72,19 @@ class Pattern:
 
     @property
     def folder(self) -> str:
-        """Where pictures of the way `name` are to be, under the names of their pictures."""
+        """Return where pictures of the way `name` are to be, under the names of their pictures."""
         assert self.pair is not None
         words = re.findall("[a-z]+", f"{self.pair.before} {self.pair.after}".lower())
         return self.pair.folder or next(word for word in words if word in _KINDS)
 
 
 def kind_of(name: str) -> str:
-    """What a folder, a suffix or a column of this name holds: `MASK`, `CONTROL`, or `UNKNOWN`."""
+    """Return what a folder, a suffix or a column of this name holds: `MASK`, `CONTROL`, or `UNKNOWN`."""
     return next((_KINDS[word] for word in re.findall("[a-z]+", name.lower()) if word in _KINDS), UNKNOWN)
 
 
 def is_regularisation(folder: str) -> bool:
-    """Whether a folder of this name holds regularisation pictures."""
+    """Return whether a folder of this name holds regularisation pictures."""
     return re.fullmatch(_REGULARISATION, folder) is not None
 
 

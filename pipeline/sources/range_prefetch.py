@@ -50,7 +50,6 @@ class RangePrefetch(Generic[K]):
         fetch: reads a range of a file.
         ranges: (key, range) in about the order of reading.
         read_alone: reads a single key: one that is not in `ranges`, is read again, or whose request failed.
-        requests: how many are in flight; a file of unknown size occupies so large a part of the window.
     """
 
     def __init__(
@@ -58,16 +57,15 @@ class RangePrefetch(Generic[K]):
         fetch: Callable[[FileRange], bytes],
         ranges: Iterable[tuple[K, FileRange]],
         read_alone: Callable[[K], bytes],
-        requests: int = PARALLEL_REQUESTS,
     ):
-        self._whole = WINDOW // requests
+        self._whole = WINDOW // PARALLEL_REQUESTS
         self._fetch, self._read_alone = fetch, read_alone
         self._ranges = dict(ranges)
         self._request_of = {key: request for request in _requests(self._ranges) for key in request.keys}
         self._waiting = deque(dict.fromkeys(self._request_of[key] for key in self._ranges))
         self._bytes_in_window = 0
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(requests, thread_name_prefix="range-prefetch")
+        self._pool = ThreadPoolExecutor(PARALLEL_REQUESTS, thread_name_prefix="range-prefetch")
 
     def __enter__(self) -> RangePrefetch[K]:
         return self

@@ -39,7 +39,7 @@ class SampleColumns:
 
 
 class NoCaption(Reject):
-    """Why a file is no caption, though it has the name of one."""
+    """The reason why a file is no caption, though it has the name of one."""
 
 
 Content = str | dict[str, Any] | Reject
@@ -49,7 +49,7 @@ Content = str | dict[str, Any] | Reject
 def captions_of(
     rule: CaptionRule, contents: Mapping[str, Content], sample: SampleColumns, name: str
 ) -> tuple[PictureCaptions, dict[str, Any]]:
-    """What caption files say about a picture, and all columns that they have.
+    """Return what caption files say about a picture, and all columns that they have.
 
     Args:
         contents: of the picture's own files, by name.

@@ -14,6 +14,7 @@ import pickle
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,7 +38,7 @@ _LISTED = pa.schema([("entries", pa.large_binary())])
 
 
 class Place(NamedTuple):
-    """Where the bytes of an item are.
+    """The place of an item's bytes.
 
     item: its key.
     part: the file of the source that holds it; None for an item that is a file.
@@ -150,16 +151,6 @@ class Source(ABC):
     unused_columns: frozenset[str] = frozenset()
     """The columns of tables that hold pictures, too, and are not used."""
 
-    has_links: bool = False
-    """Whether the last listing may have links (see `links`): items of which only the address is known, so that their
-    `stat` is (-1, a number derived from the address)."""
-
-    retries_links: bool = False
-    """Whether a scan tries links again that gave no picture in an earlier one."""
-
-    requests: int = PARALLEL_REQUESTS
-    """Reads that should be in flight at once, if it is remote."""
-
     further: Sequence[Further] = ()
     """The further pictures of each item that a listing looks for."""
 
@@ -193,7 +184,7 @@ class Source(ABC):
         return self.filesystem.location
 
     def document(self) -> dict[str, Any]:
-        """What a scan document says of the source, so that it can be opened again."""
+        """Return what a scan document says of the source, so that it can be opened again."""
         format = {"source_format": self.format} if self.format != Source.format else {}
         return {"root": self.location, **format, **({"named": list(self.named)} if self.named else {})}
 
@@ -225,7 +216,6 @@ class Source(ABC):
     @abstractmethod
     def stat(self, place: Place) -> tuple[int, int]:
         """(size in bytes, modification time in ns or a number derived from an ETag): equal values mean unchanged bytes.
-        Size -1: not known before the item is read.
 
         Raises:
             Unreadable: the item no longer exists, or the place does not belong to this source.
@@ -240,7 +230,7 @@ class Source(ABC):
         return with_further(self.stat(item.place), (self.stat(place) for _, place in item.pictures if place))
 
     def head(self, place: Place, length: int) -> bytes:
-        """At least the first `length` bytes, or the whole item if it is shorter or cannot be read in part.
+        """Read at least the first `length` bytes, or the whole item if it is shorter or cannot be read in part.
 
         Raises:
             Unreadable: as in `read`.
@@ -273,12 +263,12 @@ class Source(ABC):
 
     @property
     def is_remote(self) -> bool:
-        """Whether every read is a network round trip, so that many should be in flight at once."""
+        """Return whether every read is a network round trip, so that many should be in flight at once."""
         return self.filesystem.is_remote
 
     @property
     def uses_files(self) -> bool:
-        """Whether items are files that tables name, so that pictures beside the tables are not left out."""
+        """Return whether items are files that tables name, so that pictures beside the tables are not left out."""
         return False
 
     @contextmanager
@@ -310,7 +300,8 @@ class Source(ABC):
     # ------------------------------------------------------------ for subclasses
 
     def _range(self, place: Place) -> FileRange | None:
-        """Where an item's bytes are, if they are a file or a range of one; a source with others has its own `read`.
+        """Return where an item's bytes are, if they are a file or a range of one; a source with others has its own
+        `read`.
 
         Raises:
             Unreadable: the place does not belong to this source.
@@ -345,7 +336,9 @@ class Source(ABC):
         key, problems = place.item, [f"{where or 'its row'} {problem}" for where, problem in said.problems]
         captions, never_drawn = self.rule.weigh(said.candidates, key, self.name)
         if never_drawn:
-            self._ignore("caption that is never drawn (its score is below data.score_threshold)", never_drawn, [key])
+            self._ignore(
+                "caption that is never drawn (its score is too low, see data.caption_scores)", never_drawn, [key]
+            )
         if said.hidden is not None and not said.candidates:
             self.rule.offered.add(said.hidden)
             advice = setting("data.caption_field", said.hidden)
@@ -412,7 +405,8 @@ class FilesSource(Source):
 
 @dataclass(frozen=True)
 class Given:
-    """What `--data` names, and how it is to be read. files: that the user named; None: those of the whole folder."""
+    """The data that `--data` names, and how it is to be read. files: that the user named; None: those of the whole
+    folder."""
 
     filesystem: Filesystem
     files: list[str] | None
@@ -423,7 +417,7 @@ class Given:
 
 
 class Format(ABC):
-    """How a format is recognised and opened; `formats.FORMATS` lists all of them."""
+    """The way in which a format is recognised and opened; `formats.FORMATS` lists all of them."""
 
     endings: tuple[str, ...] = ()
     """Of its files, without the dot."""
@@ -441,20 +435,20 @@ class Format(ABC):
         self.name = name
 
     def may_list(self, file: str) -> bool:
-        """Whether a file at the top of a folder of pictures without captions may list them; `names` tells."""
+        """Return whether a file at the top of a folder of pictures without captions may list them; `names` tells."""
         return self.is_listing and "/" not in file and extension(file) in self.named_endings
 
     def shows(self, file: str) -> bool:
-        """Whether a file of a folder shows by its name that the folder is of this format."""
+        """Return whether a file of a folder shows by its name that the folder is of this format."""
         return extension(file) in self.endings and not (self.is_listing and "/" in file)
 
     def has(self, filesystem: Filesystem, file: str) -> bool:
-        """Whether a file that the user named is of this format."""
+        """Return whether a file that the user named is of this format."""
         return extension(file) in (*self.endings, *self.named_endings)
 
     def names(self, given: Given, file: str) -> str:
-        """What the rows of a table name: `files` of the folder or `links`, with captions, or `pictures` of their own;
-        "" for a listing of something else."""
+        """Return what the rows of a table name: `files` of the folder or `links` elsewhere, with captions, or
+        `pictures` of their own; "" for a listing of something else."""
         return "pictures"
 
     def files(self, given: Given) -> tuple[Iterable[str], Kinds]:
@@ -532,11 +526,12 @@ class ListedItems:
         yield from pickle.loads(self._table.column("entries")[row].as_buffer())
 
     def _look(self, source: Source, row: int) -> Stats:
-        stats: Stats = {}
-        for entry in self._of(row):
-            if isinstance(entry, Item):
-                stats[entry.key] = or_unreadable(source.stat_item, entry)
-        return stats
+        items = [entry for entry in self._of(row) if isinstance(entry, Item)]
+        ask = partial(or_unreadable, source.stat_item)
+        if not source.is_remote:
+            return {item.key: ask(item) for item in items}
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
+            return dict(zip((item.key for item in items), pool.map(ask, items), strict=True))
 
     def _identity(self, row: int, stats: Stats) -> bytes:
         return digest("items", *map(repr, self._of(row)), *map(repr, stats.values()))

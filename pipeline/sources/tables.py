@@ -1,8 +1,8 @@
-"""Tables of pictures: parquet files with image bytes, file names or links, and JSONL or CSV listings of files.
+"""Tables of pictures: parquet files with image bytes or file names, and JSONL or CSV listings of files.
 
 Keys are `<file>/<row, nine digits>` for rows of a parquet file; for a listing the name of the picture, so that a
-listing and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table.
-The first name in the column decides whether a parquet file is a table of files or of links (see `link_tables`).
+listing and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table, or
+URLs of objects of stores (`objects`). A table whose first name is a URL of a web server is refused (`web_tables`).
 Price: parquet is read by row group. Decoded row groups of up to `GROUP_BYTES` stay in memory; a row group above
 `MAX_GROUP_BYTES` is refused with the command that writes smaller ones.
 """
@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -25,25 +25,38 @@ import pyarrow as pa
 from pipeline.cache.arrow import ParquetFile
 from pipeline.cache.layout import digest
 from pipeline.config import setting
-from pipeline.errors import UserError
-from pipeline.sources.caption_columns import CaptionRule, text_columns
-from pipeline.sources.filenames import EXTENSIONS, error_text, escaped, extension, shown, stem
+from pipeline.errors import AwayError, UserError
+from pipeline.sources.caption_columns import text_columns
+from pipeline.sources.filenames import (
+    EXTENSIONS,
+    error_text,
+    escaped,
+    extension,
+    has_surrogates,
+    is_link,
+    is_web,
+    shown,
+    stem,
+)
 from pipeline.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.sources.folder import FolderSource, Listing, texts
 from pipeline.sources.further import Further
-from pipeline.sources.link_tables import ADDRESS, LINK_CAPTIONS, LinkListing, LinkTables, digest_of, first_row, is_link
 from pipeline.sources.metadata_files import (
     LINK_COLUMNS,
     NAME_COLUMNS,
     MetadataReader,
     check_caption_columns,
+    first_row,
     no_column,
     only,
+    picture_column,
 )
 from pipeline.sources.name_patterns import kind_of
+from pipeline.sources.objects import WithObjects, is_object
 from pipeline.sources.range_prefetch import FileRange
-from pipeline.sources.source import Format, Fragment, Given, Item, ListedItems, Part, Place, Reject, Source
+from pipeline.sources.source import FilesSource, Format, Given, Item, Part, Place, Reject, Source
 from pipeline.sources.unread import annotations_refused, form_of_annotations
+from pipeline.sources.web_tables import CAPTIONS, refused
 
 RULE = "parquet-2"
 FIRST_ROWS = 1024
@@ -77,14 +90,16 @@ class ListingSource(FolderSource):
     Rows that name the same file become one item with all their captions. A missing file is noticed when it is read, and
     becomes a reject.
 
-    The column that names the file is `data.image_field`, else the first of `NAME_COLUMNS` that a row has. In a .json
+    The column that names the file is `data.image_field`, else that of `picture_column`. In a .json
     file a name without an ending is that of the picture with this stem (kohya's `meta_cap.json`).
     """
 
     def __init__(self, given: Given, files: Collection[str], format: str):
         is_json = all(extension(file) == "json" for file in files)
         super().__init__(
-            given.filesystem, replace(given.rule, fallback=JSON_CAPTIONS) if is_json else given.rule, given.name
+            WithObjects(given.filesystem, given.patience_s),
+            replace(given.rule, fallback=JSON_CAPTIONS) if is_json else given.rule,
+            given.name,
         )
         self._stems: tuple[str, dict[str, str]] | None = None
         self.files, self.format = sorted(set(files)), format
@@ -97,7 +112,7 @@ class ListingSource(FolderSource):
         self.filesystem.require(self.files)
         self._reset_ignored()
         self._stems, self.picture_columns = None, frozenset()
-        metadata = MetadataReader(self.filesystem, self.rule, self.scratch, self.further)
+        metadata = MetadataReader(self.filesystem, self.rule, self.scratch, self.further, self.files)
         for file in self.files:
             self._read_listing(metadata, file)
         named, pictures, rejects = metadata.finish()
@@ -111,7 +126,7 @@ class ListingSource(FolderSource):
     def _read_listing(self, metadata: MetadataReader, file: str) -> None:
         column, is_json = self.image_field, extension(file) == "json"
         for where, row in metadata.rows(file):
-            column = column or next((name for name in NAME_COLUMNS if name in row), None)
+            column = column or picture_column(row)
             key = metadata.key(where, row, column or NAME_COLUMNS[0], _folder(file, self.image_root))
             if key is not None and column is not None:
                 metadata.add(where, row, column, self._with_ending(key) if is_json else key)
@@ -134,6 +149,14 @@ class ListingSource(FolderSource):
     def uses_files(self) -> bool:
         return True
 
+    @cached_property
+    def _names_objects(self) -> bool:
+        return bool(self.files) and is_object(first_row(self.filesystem, self.files[0], self.image_field)[0])
+
+    @property
+    def is_remote(self) -> bool:
+        return super().is_remote or self._names_objects
+
     def _with_ending(self, name: str) -> str:
         """The picture of a name that may lack its ending."""
         if extension(name) in EXTENSIONS:
@@ -147,29 +170,28 @@ class ListingSource(FolderSource):
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a parquet file holds its pictures: in which column, whether as bytes, and whether as links. unused: other
-    columns of pictures."""
+    """The way in which a parquet file holds its pictures: in which column, whether as bytes, and whether in a store.
+    unused: other columns of pictures."""
 
     column: str
     holds_bytes: bool
-    has_links: bool
+    names_objects: bool
     unused: frozenset[str]
 
 
-class ParquetSource(LinkTables):
+class ParquetSource(FilesSource):
     """Parquet files; see the module."""
 
     format = "parquet"
     WHERE = re.compile(
-        r"=(?P<name>.*)|(?P<group>\d+):(?P<row>\d+)"
-        rf"(\+(?P<size>\d+)(/(?P<column>.*))?|{ADDRESS}(?P<address>[0-9a-f]{{16}}))",
+        r"=(?P<name>.*)|(?P<group>\d+):(?P<row>\d+)\+(?P<size>\d+)(/(?P<column>.*))?",
         re.DOTALL,
     )
     further_by = frozenset({"column"})
 
     def __init__(self, given: Given, files: Iterable[str]):
-        super().__init__(given, files)
-        self._values: tuple[str, int, pa.Table] | None = None
+        super().__init__(WithObjects(given.filesystem, given.patience_s), files, given.rule, given.name)
+        self.image_field, self.image_root = given.config.image_field, given.config.image_root
         self._layouts: dict[str, _Layout] = {}
         self._groups: OrderedDict[tuple[str, int, str], pa.Array] = OrderedDict()
         self._open: OrderedDict[str, ParquetFile] = OrderedDict()
@@ -183,27 +205,9 @@ class ParquetSource(LinkTables):
 
     def parts(self) -> list[Part]:
         parts = super().parts()
-        self.has_links = any(layout.has_links for layout in self._layouts.values())
         self.picture_columns = frozenset(layout.column for layout in self._layouts.values())
         self.unused_columns = frozenset().union(*(layout.unused for layout in self._layouts.values()))
         return parts
-
-    def fragments(self, part: Part, size: int, listed: ListedItems) -> Iterator[Fragment]:
-        """As `Source.fragments`; but fetching links takes long, so a table of links is cut into ranges of rows."""
-        if part.stamp is None or not self._layout(part.name).has_links:
-            yield from super().fragments(part, size, listed)
-            return
-        table = self._file(part.name)
-        counts = [table.metadata.row_group(group).num_rows for group in range(table.metadata.num_row_groups)]
-        others = self._other_columns(part.name, table)
-        first = 0
-        for group, count in enumerate(counts):
-            for start in range(0, count, size):
-                stop = min(start + size, count)
-                identity = digest(part.name, part.stamp, str(self.retries_links), str(first + start), str(first + stop))
-                rows = partial(self._rows_of_group, part.name, others, group, first, start, stop)
-                yield Fragment.known(identity, rows, stop - start)
-            first += count
 
     def part(self, name: str) -> Iterator[Item | Reject]:
         try:
@@ -217,15 +221,13 @@ class ParquetSource(LinkTables):
         first = 0
         for group in range(table.metadata.num_row_groups):
             count = table.metadata.row_group(group).num_rows
-            yield from self._rows_of_group(name, others, group, first, 0, count)
+            yield from self._rows_of_group(name, others, group, first)
             first += count
         if not first:
             yield Reject(escaped(name), "holds no row")
 
-    def _rows_of_group(
-        self, name: str, others: list[str], group: int, first: int, start: int, stop: int
-    ) -> Iterator[Item | Reject]:
-        """The items of some rows of a row group.
+    def _rows_of_group(self, name: str, others: list[str], group: int, first: int) -> Iterator[Item | Reject]:
+        """The items of a row group.
 
         Args:
             others: columns beside the picture.
@@ -233,22 +235,21 @@ class ParquetSource(LinkTables):
         """
         try:
             table, column = self._file(name), self._layout(name).column
-            rows, pictures = self._read_group(name, table, group, others, start, stop)
+            rows, pictures = self._read_group(name, table, group, others)
             further = {one: self._group(name, group, one.column) for one in self.further}
         except (pa.ArrowException, OSError) as error:
-            which = f"rows {first + start} to {first + stop - 1}"
+            which = f"rows {first} to {first + table.metadata.row_group(group).num_rows - 1}"
             wrong = f"{which} cannot be read: {escaped(error_text(error))}"
             yield Reject(escaped(name), unreadable_reason(name, error, f"{which}: ") if is_read_error(error) else wrong)
             return
-        rule = self._rule_of(name, others)
-        for row, values in enumerate(rows, start):
+        for row, values in enumerate(rows):
             at = Place(f"{name}/{first + row:09d}", name, f"{group}:{row}")
             picture = _value(pictures[row])
             reasons = {f: v.reason for f, v in {**values, column: picture}.items() if isinstance(v, _BadValue)}
             if reasons:
                 yield Reject(at.item, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
             else:
-                item = self._item(at, values, picture, rule)
+                item = self._item(at, values, picture)
                 if isinstance(item, Item) and further:
                     item = self._with_pictures(item, at, {one: _value(every[row]) for one, every in further.items()})
                 yield item
@@ -278,9 +279,9 @@ class ParquetSource(LinkTables):
         """
         column = self._layout(name).column
         schema = pa.schema([f for f in table.schema_arrow if f.name != column and not _has_bytes(f.type)])
-        rule, columns = self._rule_of(name, schema.names), _columns_of(schema)
-        if rule.lacks_captions(columns):
-            check_caption_columns(self.filesystem, name, rule, columns, column, others=self._columns_beside(name))
+        columns = _columns_of(schema)
+        if self.rule.lacks_captions(columns):
+            check_caption_columns(self.filesystem, name, self.rule, columns, column, others=self._columns_beside(name))
         return list(schema.names)
 
     def _columns_beside(self, name: str) -> set[str]:
@@ -291,35 +292,37 @@ class ParquetSource(LinkTables):
                 columns.update(_columns_of(self._file(file).schema_arrow))
         return columns
 
-    def _rule_of(self, name: str, columns: list[str]) -> CaptionRule:
-        """The rule for a file with these columns beside the picture."""
-        return self._rule(columns) if self._layout(name).has_links else self.rule
-
     def _read_group(
-        self, name: str, table: ParquetFile, group: int, columns: list[str], start: int, stop: int
+        self, name: str, table: ParquetFile, group: int, columns: list[str]
     ) -> tuple[list[dict[str, Any]], pa.Array]:
-        """Of a row group: the values of `columns` by row, from `start` to `stop`, and all pictures."""
+        """Read, of a row group, the values of `columns` by row, and all pictures."""
         count = table.metadata.row_group(group).num_rows
-        with self._lock:
-            if self._values is None or self._values[:2] != (name, group):
-                self._values = name, group, table.read_row_group(group, columns=columns)
-            values = self._values[2]
-            if stop == count:
-                self._values = None
+        values = table.read_row_group(group, columns=columns)
         pictures = self._group(name, group)
         if len(pictures) != count or (columns and len(values) != count):
             raise pa.ArrowInvalid(f"{len(pictures)} pictures and {len(values)} rows instead of {count}")
-        return _rows(values.slice(start, stop - start)) or [{} for _ in range(start, stop)], pictures
+        return _rows(values) or [{} for _ in range(count)], pictures
 
-    def _names_links(self, name: str) -> bool:
-        return self._layout(name).has_links
+    @cached_property
+    def _names_objects(self) -> bool:
+        """Whether the first file names objects of stores, as far as can be told."""
+        try:
+            return bool(self.files) and self._layout(self.files[0]).names_objects
+        except AwayError:  # the listing would wait again
+            raise
+        except (UserError, OSError, pa.ArrowException):  # is reported by the listing
+            return False
+
+    @property
+    def is_remote(self) -> bool:
+        return super().is_remote or self._names_objects
 
     @property
     def uses_files(self) -> bool:
         return any(map(self.names_files, self.files))
 
     def names_files(self, name: str) -> bool:
-        """Whether a file is a table of pictures that are files here."""
+        """Return whether a file is a table of pictures that are files here."""
         try:
             with self._lock:
                 table, layout = self._file(name), self._layout(name)
@@ -331,9 +334,10 @@ class ParquetSource(LinkTables):
             return False
 
     def _exists(self, table: str, name: str) -> bool:
-        return bool(name) and is_file(self.filesystem, name, _folder(table, self.image_root))
+        folder = _folder(table, self.image_root)
+        return bool(name) and not is_object(name) and is_file(self.filesystem, name, folder)
 
-    def _item(self, row: Place, values: dict[str, Any], picture: Any, rule: CaptionRule) -> Item | Reject:
+    def _item(self, row: Place, values: dict[str, Any], picture: Any) -> Item | Reject:
         """The item of a row. row: its place without that of the picture; values: of the columns beside the picture."""
         key, part, where = row
         assert part is not None
@@ -343,33 +347,41 @@ class ParquetSource(LinkTables):
         elif file is None:
             several = len(picture) if isinstance(picture, list) else 0
             return Reject(key, f"has {several} pictures: write a row for each" if several else "has no picture")
-        elif self._layout(part).has_links:
-            if not is_link(file):
-                return Reject(key, f"names {shown(file)!r}: is no link, in a table of links")
-            where = f"{where}{ADDRESS}{digest_of(file)}"
         else:
             try:
                 where = "=" + self.filesystem.key(file, _folder(part, self.image_root))
             except ValueError as error:
                 return Reject(key, f"names {shown(file)!r}: {error}")
-        item = self._row_item(Place(key, part, where), values, rule)
+        item = self._captioned(Place(key, part, where), self.rule.read(values))
+        if isinstance(item, Item) and any(has_surrogates(text) for text, _ in item.captions):
+            return Reject(item.key, "its caption is not valid Unicode")
         if isinstance(item, Item) and data is not None and file:
             item.meta.setdefault("path", file)
         return item
 
     def _layout(self, part: str) -> _Layout:
-        """How a file holds its pictures. Raises as `_file`, and as `_picture_column`."""
+        """Say how a file holds its pictures.
+
+        Raises:
+            UserError: as `_picture_column`; the first name is a URL of a web server.
+            ArrowException, OSError: as `_file`.
+        """
         with self._lock:
             if part not in self._layouts:
                 table = self._file(part)
                 column = self._picture_column(part, table)
-                holds_bytes, links = _holds_bytes(table.schema_arrow.field(column).type), False
+                kind, first = table.schema_arrow.field(column).type, ""
                 with suppress(pa.ArrowException, OSError):  # is reported where the rows are read
-                    links = not holds_bytes and is_link(_first_name(table, column))
+                    if not _holds_bytes(kind) or _nulls(table, column):
+                        first = _first_name(table, column)
+                if is_web(first):
+                    form = "parquet" if _entry(kind) is kind and _text(kind) else None
+                    columns = _columns_of(table.schema_arrow)
+                    raise refused(self.filesystem, self.files or [part], part, column, first, columns, self.rule, form)
                 used = {column, *(one.column for one in self.further)}
                 others = (f for f in table.schema_arrow if f.name not in used and _holds_bytes(f.type))
                 unused = (f.name for f in others if pa.types.is_struct(f.type) or kind_of(f.name))
-                self._layouts[part] = _Layout(column, holds_bytes, links, frozenset(unused))
+                self._layouts[part] = _Layout(column, _holds_bytes(kind), is_object(first), frozenset(unused))
             return self._layouts[part]
 
     def _picture_column(self, part: str, table: ParquetFile) -> str:
@@ -433,8 +445,6 @@ class ParquetSource(LinkTables):
         except (OSError, pa.ArrowException):
             return None
         decisive = (self.rule.identity(), str(self.image_field), repr(self.further), *map(str, version))
-        if layout.has_links:
-            return digest(RULE, self.link_rule, *decisive).hex()
         columns = [layout.column, *(str(one.column) for one in self.further)]
         names_files = any(not _holds_bytes(table.schema_arrow.field(c).type) or _nulls(table, c) for c in columns)
         return None if names_files else digest(RULE, *decisive).hex()
@@ -443,8 +453,6 @@ class ParquetSource(LinkTables):
 
     def stat(self, place: Place) -> tuple[int, int]:
         part, where = self._located(place)
-        if where["address"] is not None:
-            return -1, int(where["address"], 16) >> 1
         if where["size"] is None:
             return self.filesystem.stat(where["name"])
         return int(where["size"]), self._version(part)
@@ -457,16 +465,10 @@ class ParquetSource(LinkTables):
         where = self._located(place)[1]
         if where["name"] is not None:
             return super().read(place)
-        if where["address"] is not None:
-            return self._fetch(place, where["address"])
         data, _ = _bytes_and_name(self._value_at(place))
         if data is None:
             raise Unreadable(f"{escaped(place.item)}: has no picture any more")
         return data
-
-    def _url(self, place: Place) -> str | None:
-        url = only(self._value_at(place))
-        return url if isinstance(url, str) else None
 
     def _value_at(self, place: Place) -> Any:
         """The value of the picture's column in the row of a place."""
@@ -511,7 +513,7 @@ class ParquetSource(LinkTables):
 
 
 class Parquet(Format):
-    """Parquet files of pictures, or of the names or links of some."""
+    """Parquet files of pictures, or of the names of some."""
 
     endings = ("parquet",)
 
@@ -527,7 +529,7 @@ class Parquet(Format):
 
 
 class Jsonl(Format):
-    """Listings of files or links, one JSON object in a line or one array of them."""
+    """Listings of files, one JSON object in a line or one array of them."""
 
     endings: tuple[str, ...] = ("jsonl", "ndjson")
     named_endings: tuple[str, ...] = ("json",)
@@ -538,7 +540,7 @@ class Jsonl(Format):
             return ""
         name, row = first_row(given.filesystem, file, given.config.image_field)
         if is_link(name):
-            return "links" if not row.keys().isdisjoint((*given.rule.columns, *LINK_CAPTIONS)) else ""
+            return "links" if not row.keys().isdisjoint((*given.rule.columns, *CAPTIONS)) else ""
         named = extension(file) in self.named_endings  # such a file is looked at where nothing else has captions
         has_caption = given.rule.has_caption_column(row) or (named and bool(text_columns(row)))
         return "files" if name and has_caption and names_picture(given, name) else ""
@@ -547,14 +549,11 @@ class Jsonl(Format):
         filesystem, files = given.filesystem, sorted(set(files))
         if files and form_of_annotations(filesystem, files[0]) == "COCO":
             raise annotations_refused(filesystem, files[0], "COCO")
-        if files and is_link(first_row(filesystem, files[0], given.config.image_field)[0]):
-            return LinkListing(given, files)
         return ListingSource(given, files, self.name)
 
 
 class Csv(Jsonl):
-    """The same, separated by commas, semicolons, tabs or `|`; also in a .txt file whose header names a column of files
-    or links."""
+    """The same, separated by commas, semicolons, tabs or `|`; also in a .txt file whose header names files."""
 
     endings = ("csv", "tsv")
     named_endings = ("txt",)
@@ -564,15 +563,6 @@ class Csv(Jsonl):
             return super().has(filesystem, file)
         name, row = first_row(filesystem, file, None)  # such as Kaggle's captions.txt
         return bool(name) and len(row) > 1
-
-
-class Linked(Jsonl):
-    """Listings whose pictures are links, also if the first row names none."""
-
-    endings = (*Jsonl.endings, *Csv.endings)
-
-    def source(self, given: Given, files: Iterable[str]) -> Source:
-        return LinkListing(given, files)
 
 
 def _columns_of(schema: pa.Schema) -> list[str]:
@@ -658,7 +648,7 @@ def _first_name(table: ParquetFile, column: str) -> str:
 
 
 def is_file(filesystem: Filesystem, name: str, folder: str) -> bool:
-    """Whether a name in a table, relative to `folder` or absolute, is that of a file of the data."""
+    """Return whether a name in a table, relative to `folder` or absolute, is that of a file of the data."""
     try:
         return bool(filesystem.stat(filesystem.key(name, folder)))
     except (ValueError, Unreadable):
@@ -666,7 +656,7 @@ def is_file(filesystem: Filesystem, name: str, folder: str) -> bool:
 
 
 def names_picture(given: Given, name: str) -> bool:
-    """Whether a name in a listing at the top, maybe without its ending, is that of a picture of the data."""
+    """Return whether a name in a listing at the top, maybe without its ending, is that of a picture of the data."""
     folder = given.config.image_root or ""
     if extension(name) in EXTENSIONS:
         return is_file(given.filesystem, name, folder)
@@ -678,7 +668,7 @@ def names_picture(given: Given, name: str) -> bool:
 
 
 def _has_pictures(table: ParquetFile, column: str) -> bool:
-    """Whether the first values of a column are pictures, or it is not known because they are missing."""
+    """Return whether the first values of a column are pictures, or it is not known because they are missing."""
     try:
         batch = next(table.iter_batches(SNIFFED, columns=[column]), None)
         values = [] if batch is None else [_bytes_and_name(_first(_value(value)))[0] for value in batch.column(0)]
@@ -716,7 +706,7 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def _has_bytes(kind: pa.DataType) -> bool:
-    """Whether values of a type have bytes somewhere in them."""
+    """Return whether values of a type have bytes somewhere in them."""
     if pa.types.is_struct(kind):
         return any(_has_bytes(kind.field(i).type) for i in range(kind.num_fields))
     inner = getattr(kind, "value_type", None)
@@ -735,7 +725,7 @@ def _size(table: ParquetFile, group: int, column: str) -> int:
 
 
 def _nulls(table: ParquetFile, column: str) -> bool:
-    """Whether a row may hold no bytes (and so name a file)."""
+    """Return whether a row may hold no bytes (and so name a file)."""
     for group in range(table.metadata.num_row_groups):
         for path, chunk in _columns(table, group, column):
             inner = path.removeprefix(column)

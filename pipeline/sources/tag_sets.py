@@ -37,14 +37,14 @@ def tags_of(caption: str) -> list[str]:
 
 
 def _are_tags(lines: list[str], separator: re.Pattern[str]) -> bool:
-    """Whether several lines are a tag each, or a list that goes on in the next line."""
+    """Return whether several lines are a tag each, or a list that goes on in the next line."""
     if all(separator.split(line)[-1] == "" for line in lines[:-1]):
         return True
     return not any(separator.search(line) for line in lines) and _ARTICLES.isdisjoint(" ".join(lines).lower().split())
 
 
 def _is_tag_string(part: str) -> bool:
-    """Whether a part between commas is a list of tags between spaces."""
+    """Return whether a part between commas is a list of tags between spaces."""
     return "_" in part and len(words := part.lower().split()) > 2 and _SENTENCE_WORDS.isdisjoint(words)
 
 

@@ -251,7 +251,8 @@ class TarSource(FilesSource):
         return prefix
 
     def _is_caption(self, key: str) -> bool:
-        """Whether a field is read: `txt`, `jpg.txt`, or one that a caption column names: `prompt.txt`, `meta.json`."""
+        """Return whether a field is read: `txt`, `jpg.txt`, or one that a caption column names: `prompt.txt`,
+        `meta.json`."""
         name, ending = stem(key), extension(f"x.{key}")
         if ending not in CAPTION_ENDINGS or key in CAPTION_ENDINGS or name in EXTENSIONS:
             return ending in CAPTION_ENDINGS
@@ -470,7 +471,7 @@ class Wids(Format):
 
 
 def _tars(filesystem: Filesystem, wanted: Callable[[str], bool]) -> tuple[list[str], Kinds]:
-    """As `divided`; the .json files beside tars are not among the others."""
+    """Divide as `divided` does; the .json files next to tars are not among the others."""
     files, others = divided(filesystem, lambda file: wanted(file) or extension(file) == "json")
     tars = [file for file in files if wanted(file)]
     stems = {file.removesuffix(".tar"): file for file in tars}
@@ -488,8 +489,8 @@ def tar_of(name: str, stems: Mapping[str, str]) -> str | None:
 
 
 def _lost_picture(key: str, fields: Set[str], has_picture: bool) -> str | None:
-    """Why a field that was a picture by its file's name is none of the sample, or None. `seg.png` beside a picture is
-    another thing, unless it has a caption of its own."""
+    """Say why a field that was a picture by its file's name is none of the sample, or None. `seg.png` beside a picture
+    is another thing, unless it has a caption of its own."""
     captioned = not fields.isdisjoint(f"{stem(key)}.{ending}" for ending in CAPTION_ENDINGS)
     if extension(key) in EXTENSIONS and (captioned or not has_picture):
         return "its name has a dot too many: in a tar a sample's name ends at the first dot; write _ for the others"
@@ -497,7 +498,7 @@ def _lost_picture(key: str, fields: Set[str], has_picture: bool) -> str | None:
 
 
 def _member_problem(name: str, member: tarfile.TarInfo, size: int) -> str | None:
-    """Why a member must not be used, or None. size: of the tar in bytes."""
+    """Say why a member must not be used, or None. size: of the tar in bytes."""
     problem = unsafe_reason(name)
     if problem is not None:
         return problem

@@ -1,4 +1,4 @@
-"""What the entries of a list in a caption column are: tags of one caption, or several captions.
+"""Decide what the entries of a list in a caption column are: tags of one caption, or several captions.
 
 An entry that reads as a sentence makes captions of all of them. Else a column that is named after tags, words joined by
 underscores, or `MANY` short entries make tags. A list that shows none of these is for the user to decide.
@@ -53,7 +53,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def _is_sentence(text: str) -> bool:
-    """Whether an entry reads as a caption: a full stop, an article, a list of its own, or many words."""
+    """Return whether an entry reads as a caption: a full stop, an article, a list of its own, or many words."""
     text = text.strip()
     words = text.lower().split()
     wide = sum("\u3040" <= character <= "\u9fff" for character in text)  # Chinese and Japanese have no spaces

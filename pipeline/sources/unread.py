@@ -1,4 +1,4 @@
-"""What people have in place of pictures and captions that can be read, and the way to bring it into a form that can."""
+"""Explain files that are not read in place of pictures and captions, and the way to bring it into a form that can."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _WAYS = {
 
 
 def explain(filesystem: Filesystem, files: Iterable[str] | None = None) -> tuple[str, str] | None:
-    """What files without a picture are, with an example, and how to make them readable; None if that is unknown."""
+    """Return what files without a picture are, with an example, and how to make them readable; None if that is
+    unknown."""
     for file in filesystem.find() if files is None else files:
         ending, place = extension(file), f"{filesystem.location}/{file}"
         for what, (endings, way) in _WAYS.items():

@@ -32,14 +32,15 @@ from pipeline.training.step import TrainStep
 
 @dataclass(frozen=True)
 class Trainable:
-    """What a run trains. adapter: None: every parameter is trained."""
+    """The model, recipe and adapter of a run. adapter: None: every parameter is trained."""
 
     spec: ModelSpec
     recipe: Recipe
     adapter: Adapter | None = None
 
     def module(self, train: TrainConfig) -> nn.Module:
-        """On the meta device, before any strategy. One that does not go with adapter or recipe is refused."""
+        """Make the module on the meta device, before any strategy. One that does not go with adapter or recipe is
+        refused."""
         self._check(train)
         with torch.device("meta"):
             module, own = self.spec.module(train), self.recipe.modules(self.spec)

@@ -60,7 +60,7 @@ def first_weights(stored: ModelTensors) -> Mapping[str, Tensor] | None:
 
 
 def whole_weights(config: Config, stored: ModelTensors, strength: float = 1.0) -> Mapping[str, Tensor]:
-    """By parameter name: fp32, on the CPU, in the module's layout, each read on access.
+    """Return the weights by parameter name: fp32, on the CPU, in the module's layout, each read on access.
 
     Args:
         config: with the base of the training in `model`; another is refused.

@@ -31,8 +31,8 @@ from pipeline.training.task import Context, TrainingTask
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What the loop drives. done: optimizer steps. checkpoint: what the run was resumed from; resumed: or begun from.
-    base: digest of the frozen parameters; None: every parameter is trained."""
+    """The parts that the loop drives. done: optimizer steps. checkpoint: what the run was resumed from; resumed: or
+    begun from. base: digest of the frozen parameters; None: every parameter is trained."""
 
     context: Context
     trainable: Trainable
@@ -47,7 +47,8 @@ class TrainingRun:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint says of the model: its shape, and of a part that is trained its settings and base."""
+        """Return what a checkpoint says of the model: its shape, and of a part that is trained its settings and
+        base."""
         adapter = self.trainable.adapter
         part = {} if adapter is None else {"adapter": adapter.to_dict(), "base": self.base}
         return {"architecture": self.trainable.spec.to_dict(), **part}
@@ -139,7 +140,7 @@ def _restore(run: TrainingRun, resumed: Resumed) -> TrainingRun:
 
 
 def _why_fresh(train: TrainConfig, earlier: dict[str, Any]) -> str | None:
-    """Why a run cannot take the moments of a checkpoint; None: it can, by the rule for a resumed run."""
+    """Say why a run cannot take the moments of a checkpoint; None: it can, by the rule for a resumed run."""
     try:
         optimizers.check_resumable(earlier, train)
     except ConfigError as error:
@@ -160,9 +161,9 @@ def _begin(run: TrainingRun, resumed: Resumed, fresh: str | None, absent: set[st
     lost = [] if fresh is None else [f"moments are fresh ({fresh})"]
     lost += ["averages begin with its weights"] if run.ema is not None and "ema" in absent else []
     run.context.log(
-        f"begins from {folder} (phase {state.phase}, step {state.step}): {', '.join(kept)} are kept"
+        f"begins from {folder} (round {state.phase + 1}, step {state.step}): {', '.join(kept)} are kept"
         + "".join(f"; {part}" for part in lost)
-        + f"; phase {run.context.task.first_state.phase}, steps, warm-up and schedule from 0"
+        + f"; in round {run.context.task.first_state.phase + 1} steps, warm-up and schedule begin from 0"
     )
     return replace(run, resumed=resumed)
 
@@ -175,14 +176,14 @@ def with_text(config: Config, device: torch.device) -> Config:
 
 
 def has_packed_kernel(train: TrainConfig, device: torch.device) -> bool:
-    """Whether torch's attention without padding runs on a GPU in this precision."""
+    """Return whether torch's attention without padding runs on a GPU in this precision."""
     fits = device.type == "cuda" and train.precision != "fp32"
     return fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def trainable_of(config: Config, task: TrainingTask, *, start: bool = True) -> Trainable:
-    """What the run trains. start: False: a checkpoint has its values, so that no start file of an adapter is read.
-    Errors as in `architecture_of`."""
+    """Return what the run trains. start: False: a checkpoint has its values, so that no start file of an adapter is
+    read. Errors as in `architecture_of`."""
     spec = architecture_of(config, task)
     adapter = task.adapter if task.adapter is not None else adapter_of(config.train, spec, start=start)
     return Trainable(spec, task.recipe or recipe_of(config.train, task.preserved), adapter)

@@ -1,4 +1,4 @@
-"""What of a run's data and base weights has changed since it began: a finished run would show nothing of it."""
+"""Compare a run's data and base weights with those of its begin: a finished run would show nothing of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prefixes(cache: Cache, head: Head) -> list[str]:
 
 
 def since(config: Config, cache: Cache, document: Document, newest: str | None) -> list[str]:
-    """What differs between a checkpoint and a run that would begin now.
+    """Say what differs between a checkpoint and a run that would begin now.
 
     Args:
         newest: the snapshot that it would be trained on; None: there is none.

@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +44,7 @@ from pipeline.models.adapters import Adapter
 from pipeline.models.spec import ModelSpec, spec_of
 from pipeline.options import value_at
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
+from pipeline.parallel.mesh import wait
 from pipeline.parallel.parallelize import EXTRA
 from pipeline.training import heldout
 from pipeline.training.host_copy import HostCopy, thread_of_this_device
@@ -76,9 +76,10 @@ Sections = Mapping[str, Mapping[str, Tensor]]
 class Document:
     """Contents of `checkpoint.json`. files: name -> xxh3-128.
 
-    began_from: the state in the checkpoint that the run began from, and in `total` the steps of all runs before; None
-        if the run began from start weights. processes: how many wrote it. adapter, base: where a part of the model is
-        trained, its settings, and a digest of the rest, which is not in the checkpoint.
+    began_from: the state in the checkpoint that the run began from, in `total` the steps of all runs before, and in
+        `heldout` the snapshot that the other run was validated on, if any; None if the run began from start weights.
+    processes: how many wrote it. adapter, base: where a part of the model is trained, its settings, and a digest of
+        the rest, which is not in the checkpoint.
     """
 
     state: LoaderState
@@ -105,17 +106,19 @@ class Resumed(NamedTuple):
 
     @property
     def phase(self) -> int:
-        """`train.phase` of the run, unless the configuration gives another."""
+        """How many runs come before this one, each begun from the one before: it keys order, noise and captions."""
         return self.document.state.phase + self.begins
 
     @property
     def began_from(self) -> dict[str, Any] | None:
-        """As in the documents of the run."""
+        """Return it as the documents of the run have it."""
         before = self.document.began_from
         if not self.begins:
             return before
         state = self.document.state
-        return {**state.as_dict(), "total": state.step + (before["total"] if before else 0)}
+        values = {**state.as_dict(), "total": state.step + (before["total"] if before else 0)}
+        heldout = value_at(self.document.config["train"], "validation.snapshot")
+        return values if heldout is None else {**values, "heldout": heldout}
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -151,13 +154,12 @@ class Saver:
         self._thread = thread_of_this_device("checkpoint") if config.train.async_save else None
         self._host_copy = HostCopy(log)
         # The thread's collectives must not mix with those of the training: a separate group.
-        timeout = timedelta(seconds=config.train.parallel.timeout_s)
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if self._thread else None
+        self._group = dist.new_group(backend="gloo", timeout=wait(config.patience_s)) if self._thread else None
         self._in_flight: Future[Path] | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has failed on this process. Not collective; `wait` raises the error."""
+        """Return whether the save in flight has failed on this process. Not collective; `wait` raises the error."""
         return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
 
     def save(
@@ -436,7 +438,7 @@ def check_belongs(
     """Refuse to continue a run with another order of the data or another model."""
     stored, here = asdict(document.state), asdict(first_state)
     differences = [
-        *_differing("", {"snapshot": stored.pop("snapshot")}, {"snapshot": here.pop("snapshot")}),
+        *_differing("", *({name: state.pop(name) for name in ("snapshot", "phase")} for state in (stored, here))),
         *_differing("train.", stored, here, ["step"]),
         *_of_another_model(document, architecture, adapter),
     ]
@@ -469,7 +471,7 @@ def _of_another_model(
 
 
 def _by_section(part: dict[str, Any] | None) -> dict[str, Any]:
-    """What is trained of a model, by the section of `train` that says it; empty: all of it."""
+    """Return what is trained of a model, by the section of `train` that says it; empty: all of it."""
     if part is None:
         return {}
     kind = part["kind"]
@@ -626,12 +628,12 @@ def as_trained(config: Config, earlier: dict[str, Any]) -> Config:
     draws, whatever the file says today."""
     train = earlier["train"]
     flow = type(config.train.flow).model_validate(train["flow"])
-    return config.with_train(residual=train["residual"], recipe=train["recipe"], flow=flow)
+    return config.with_train(recipe=train["recipe"], flow=flow)
 
 
 def other_drawing(config: Config, trained: Config) -> list[str]:
-    """What `as_trained` has changed, in words: `train.flow.shift 3.0, not 1.0`."""
-    names = ("train.flow.shift", "train.residual", "train.recipe")
+    """Say what `as_trained` has changed, in words: `train.flow.shift 3.0, not 1.0`."""
+    names = ("train.flow.shift", "train.recipe")
     given, taken = config.model_dump(), trained.model_dump()
     values = [(name, value_at(taken, name), value_at(given, name)) for name in names]
     return [f"{name} {old}, not {new}" for name, old, new in values if old != new]
@@ -642,7 +644,7 @@ def resolve(root: Path, resume: str | Path, option: str = "--resume") -> Path | 
     none; not for `--from`), a run directory its newest checkpoint, any other folder itself.
 
     Raises:
-        ConfigError: a path that is no folder, a run directory without checkpoints, or a folder of phases or runs.
+        ConfigError: a path that is no folder, a run directory without checkpoints, or a folder of runs.
     """
     if str(resume) == "auto" and option != "--from":
         return newest(root)
@@ -660,7 +662,7 @@ def resolve(root: Path, resume: str | Path, option: str = "--resume") -> Path | 
 
 
 def refuse_runs(folder: Path, option: str) -> None:
-    """Refuse a folder of run directories (phases) in place of one: `option` has to choose.
+    """Refuse a folder of run directories in place of one: `option` has to choose.
 
     Raises:
         ConfigError: it holds at least one with a checkpoint.
@@ -668,41 +670,27 @@ def refuse_runs(folder: Path, option: str) -> None:
     written = {path.parent: last.stat().st_mtime for path in folder.glob("*/checkpoints") if (last := newest(path))}
     if written:
         raise ConfigError(
-            f"{folder} is no run directory: it holds {len(written)} (phases, or runs)",
+            f"{folder} is no run directory: it holds {len(written)}",
             found=", ".join(sorted(path.name for path in written)),
             fix=f"{option} {shlex.quote(str(max(written, key=written.__getitem__)))} (written last)",
         )
 
 
 def find(config: Config, checkpoint: str) -> Path:
-    """The folder that `--checkpoint` names: `auto` is the newest of `train.output`, with phases of the last phase that
-    has one, and so is that folder of phases; else see `resolve`."""
-    root = root_of(config)
-    folder = resolve(root, "auto" if _is_chain(config, checkpoint) else checkpoint, "--checkpoint")
+    """The folder that `--checkpoint` names: `auto` is the newest of `train.output`; else see `resolve`."""
+    root = Path(config.train.output) / "checkpoints"
+    folder = resolve(root, checkpoint, "--checkpoint")
     if folder is None:
         refuse_runs(root.parent, "--checkpoint")
         raise ConfigError(f"{root} holds no checkpoint yet", fix="sana-pipe train, or --checkpoint PATH")
     return folder
 
 
-def _is_chain(config: Config, folder: str) -> bool:
-    """Tell whether this is the folder of the phases."""
-    return bool(config.phases) and Path(folder).resolve() == Path(config.train.output).resolve()
-
-
-def root_of(config: Config) -> Path:
-    """The folder of the checkpoints of `train.output`, with phases that of the last phase that has one."""
-    output = Path(config.train.output)
-    roots = [output / phase.name / "checkpoints" for phase in reversed(config.phases)] or [output / "checkpoints"]
-    return next((root for root in roots if newest(root) is not None), roots[-1])
-
-
 def find_best(config: Config, run: str, *, ema: bool = False) -> tuple[Path, float]:
     """The checkpoint with the lowest held-out loss, and its loss.
 
     Args:
-        run: `auto` or the folder of phases (`train.output`, with phases the last that has a checkpoint), or a run
-            directory.
+        run: `auto` (`train.output`), or a run directory.
         ema: by the loss of the EMA weights.
 
     Raises:
@@ -711,7 +699,7 @@ def find_best(config: Config, run: str, *, ema: bool = False) -> tuple[Path, flo
     if run != "auto" and _COMPLETE.fullmatch(Path(run).resolve().name):
         raise ConfigError(f"--best chooses a checkpoint, and --checkpoint {run} is one", fix="leave one of them out")
     find(config, run)  # its errors
-    root = root_of(config) if run == "auto" or _is_chain(config, run) else Path(run) / "checkpoints"
+    root = Path(config.train.output if run == "auto" else run) / "checkpoints"
     there = {step_of(path): path for path in complete(root)}
     if not there:
         raise ConfigError(f"--checkpoint {run}: is no run directory", expected="checkpoints/step-XXXXXXXX in it")

@@ -26,7 +26,7 @@ from pipeline.training.checkpoint import Resumed
 from pipeline.training.optimizers import in_backward
 from pipeline.training.task import Context, Log, TrainingTask
 
-_OF_A_NODE = {"output", "device", "prefetch", "prefetch_mib", "loader_threads", "trackers"}
+_OF_A_NODE = {"output", "device", "trackers"}
 """Options of `train` that may differ between nodes."""
 
 

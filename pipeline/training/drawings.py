@@ -100,7 +100,8 @@ class Drawings:
                 rows = [self.rows[number].to(context.device, dtype) for number in numbers]
                 noise = prompt_noise([prompts.texts[number] for number in numbers], shape, settings.seed)
                 controls = torch.stack([self.controls[number] for number in numbers]) if self.controls else None
-                drawn = sample(self._predict, rows, self.null, noise, Sampling.of(context.config), controls)
+                sampling = Sampling.of(settings, context.train.flow.shift)
+                drawn = sample(self._predict, rows, self.null, noise, sampling, controls)
                 latents.update(zip(numbers, drawn.cpu(), strict=True))
         except Interrupted:
             return None
@@ -115,7 +116,7 @@ class Drawings:
         return flow
 
     def _is_done(self) -> bool:
-        """Whether an earlier attempt drew after the step that this attempt starts from. On the first process."""
+        """Return whether an earlier attempt drew after the step that this attempt starts from. On the first process."""
         step = self.run.done
         if self.journal is None or not self.journal.has_pictures(step):
             return False

@@ -3,8 +3,7 @@
 `EMA` keeps an fp32 average of every trained parameter, by name: FSDP2's modules cannot be copied. The decay grows with
 the step, min(decay, (1 + step) / (10 + step)), so that an average that began with random weights forgets them.
 Price: 4 bytes per parameter, on the device or on the host. On the host the weights are copied to page-locked memory,
-which occupies as much again, beside the next step's passes, and a thread does the arithmetic. `every` makes updates
-rarer, with the same decay per step.
+which occupies as much again, beside the next step's passes, and a thread does the arithmetic.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from pipeline.training.host_copy import HostCopy, thread_of_this_device
 
 
 def ema_decay(config: EmaConfig, step: int) -> float:
-    """EMA decay after optimizer step `step` (1-based), for an update that covers `every` steps. The warm-up is
-    TensorFlow's (`num_updates`)."""
-    return min(config.decay, (1 + step) / (10 + step)) ** config.every
+    """EMA decay after optimizer step `step` (1-based). The warm-up is TensorFlow's (`num_updates`)."""
+    return min(config.decay, (1 + step) / (10 + step))
 
 
 class EMA:
@@ -61,8 +59,6 @@ class EMA:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Move towards the weights after optimizer step `step` (1-based)."""
-        if step % self.config.every:
-            return
         averages = [local(value) for value in self.values.values()]
         weights = [local(parameter.detach()) for parameter in self._parameters.values()]
         share = 1 - ema_decay(self.config, step)

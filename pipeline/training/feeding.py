@@ -13,7 +13,6 @@ import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -24,6 +23,7 @@ from pipeline.config import Config
 from pipeline.errors import RejectRateError
 from pipeline.loader.loader import Batch
 from pipeline.parallel.collectives import raise_first_error
+from pipeline.parallel.mesh import wait
 
 WINDOW = 10_000
 """Samples over which the share of substitutes is taken."""
@@ -69,8 +69,7 @@ class Feed(Generic[Mark]):
         self._warned = False
         self._samples = 0
         self._counts = deque([(0, 0)])  # samples and substitutes since the start, after each step of the window
-        # A process may wait for its data as long as the configuration says, and the others for it.
-        timeout = timedelta(seconds=config.train.parallel.timeout_s + config.patience_s)
+        timeout = wait(2 * config.patience_s)  # a process may wait for several reads of a step
         self.group = group
         if group is None and dist.get_world_size() > 1:
             self.group = dist.new_group(backend="gloo", timeout=timeout)

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run have the lowest held-out loss, by the validation rows of its `metrics.jsonl`.
+"""Find the checkpoints of a run with the lowest held-out loss, by the validation rows of its `metrics.jsonl`.
 
 Only a loss that was measured after the step of a checkpoint counts for it. Losses of different validation sets, and of
 last and EMA weights, are not compared with each other. A loss that is not finite counts for nothing.
@@ -33,8 +33,8 @@ def losses(run: Path, *, ema: bool = False) -> list[Losses]:
 
 
 def best(run: Path, steps: Collection[int], *, ema: bool = False) -> tuple[int, Losses] | None:
-    """Of the steps with a checkpoint the one with the lowest loss on the newest validation set, and the losses of all
-    of them; None: none has one. Of equal losses the first step's."""
+    """Find the step, of those with a checkpoint, with the lowest loss on the newest validation set, and the losses of
+    all of them; None: none has one. Of equal losses the first step's."""
     there = _of_steps((losses(run, ema=ema) or [{}])[-1], steps)
     return (min(there, key=lambda step: (there[step], step)), there) if there else None
 

@@ -1,4 +1,4 @@
-"""What a run reads from the cache: its snapshot, held-out samples, prompts to draw, rows of prompts to preserve.
+"""Read what a run takes from the cache: its snapshot, held-out samples, prompts to draw, rows of prompts to preserve.
 
 `find_inputs` chooses them and writes their ids into the configuration; a resumed run keeps its choice. `task_of` makes
 of them the `TrainingTask` that the trainer is handed, so that the rest of this room knows no snapshot.
@@ -39,16 +39,23 @@ _MANY = 1000
 """Epochs that the mean length of an epoch is taken from."""
 _CAPTIONS = 8
 """Captions of the snapshot that are drawn."""
+THREADS = 2
+"""Threads of each process that read batches ahead."""
+PREFETCH_MIB = 128
+"""MiB of batches that each process reads ahead."""
+VALIDATION_SEED = 0
+"""Seed of the choice of held-out samples, of their captions and noise; not `train.seed`, so that runs can be
+compared."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads from the cache.
+    """The parts of the cache that a run reads.
 
     Attributes:
         heldout: the samples that it is validated on. old_heldout: those of them that an earlier run was validated on,
             too. prompts: sets of the pictures that it draws. preserved: text rows of `train.preserve.prompt`. phase:
-            unless `train.phase` gives it.
+            see `checkpoint.Resumed`.
     """
 
     snapshot: Snapshot
@@ -92,7 +99,7 @@ def find_inputs(
     for note in unused_records(config, snapshot):
         log(note)
     config, part = _heldout(config, cache, snapshot, kept, log)
-    config, old = _old_heldout(config, cache, part, resumed, log)
+    old = _old_heldout(cache, part, resumed, log)
     config, prompts = _prompts(config, cache, snapshot, kept, part, log)
     phase = 0 if resumed is None else resumed.phase
     return config, Inputs(snapshot, part, old, prompts, _preserved(config, cache, snapshot), phase)
@@ -136,23 +143,17 @@ def _hold_out(snapshot: Snapshot) -> str:
     return f"sana-pipe bucket --set bucket.heldout={0.01 if side is None else side.share}"
 
 
-def _old_heldout(
-    config: Config, cache: Cache, part: Snapshot | None, resumed: checkpoint.Resumed | None, log: Log
-) -> tuple[Config, Snapshot | None]:
-    """The snapshot of the old held-out samples, if there are old and new ones, and the configuration with its id."""
-    validation = config.train.validation
-    if part is None or validation is None:
-        return config, None
-    old = None if validation.old is None else cache.open_snapshot(validation.old)
-    if old is None and resumed is not None:
-        then = _began_with(resumed, f"validation.{'snapshot' if resumed.begins else 'old'}")
-        try:
-            old = None if then is None else cache.open_snapshot(then)
-        except CacheError as error:
-            log(f"note: old and new held-out samples are not told apart: {error.line}")
-    if old is None or old.id == part.id:
-        return config, None
-    return config.with_train(validation=validation.model_copy(update={"old": old.id})), old
+def _old_heldout(cache: Cache, part: Snapshot | None, resumed: checkpoint.Resumed | None, log: Log) -> Snapshot | None:
+    """What the run that this one began from was validated on, if that is another snapshot."""
+    then = None if resumed is None else (resumed.began_from or {}).get("heldout")
+    if part is None or then is None:
+        return None
+    try:
+        old = cache.open_snapshot(then)
+    except CacheError as error:
+        log(f"note: old and new held-out samples are not told apart: {error.line}")
+        return None
+    return None if old.id == part.id else old
 
 
 def _began_with(resumed: checkpoint.Resumed | None, option: str) -> str | None:
@@ -239,7 +240,6 @@ def task_of(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Pa
     """The data of a run."""
     snapshot, part = inputs.snapshot, inputs.heldout
     train, kinds = config.train, recipe_of(config.train).pictures
-    phase = inputs.phase if train.phase is None else train.phase
 
     def check(layout: Layout) -> None:
         _check_kinds([snapshot] if part is None else [snapshot, part], kinds)
@@ -255,17 +255,17 @@ def task_of(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Pa
     def settings(layout: Layout, start: int, stop: int) -> LoaderSettings:
         return LoaderSettings(
             seed=train.seed,
-            phase=phase,
+            phase=inputs.phase,
             rank=layout.data_rank(launch.rank),
             world=layout.data_world,
             microbatch=train.microbatch,
             caption_drop=train.caption_drop,
             null_mask=train.null_mask,
-            prefetch=train.prefetch,
-            threads=train.loader_threads,
+            prefetch=None,
+            threads=THREADS,
             start_step=start,
             stop_step=stop,
-            prefetch_mib=train.prefetch_mib,
+            prefetch_mib=PREFETCH_MIB,
             text=train.text or "padded",
             pictures=kinds,
             length_window=train.length_window,
@@ -276,20 +276,20 @@ def task_of(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Pa
 
     def validation(layout: Layout) -> ValidationLoader:
         assert part is not None and train.validation is not None
-        training, seed = settings(layout, 0, 0), train.validation.seed
-        fixed = replace(training, seed=seed, phase=0, caption_drop=0.0, length_window=0, quarantine=None)
+        training = settings(layout, 0, 0)
+        fixed = replace(training, seed=VALIDATION_SEED, phase=0, caption_drop=0.0, length_window=0, quarantine=None)
         return ValidationLoader(part, fixed, train.validation.samples)
 
     drawn = _pictures(config, inputs) if inputs.prompts else None
     return TrainingTask(
-        first_state=LoaderState(snapshot.id, train.seed, phase, 0, train.length_window),
+        first_state=LoaderState(snapshot.id, train.seed, inputs.phase, 0, train.length_window),
         channels=snapshot.recipe(LatentRecipe).channels,
         text_width=snapshot.recipe(TextRecipe).width,
         sample_size=config.data.resolution // snapshot.recipe(LatentRecipe).compression,
         loader=lambda layout, start, stop: Loader(snapshot, settings(layout, start, stop)),
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
         names=snapshot.names,
-        epoch_steps=Schedule.of(snapshot.head, seed=train.seed, phase=phase).steps_upto(_MANY) / _MANY,
+        epoch_steps=Schedule.of(snapshot.head, seed=train.seed, phase=inputs.phase).steps_upto(_MANY) / _MANY,
         validation=None if part is None else validation,
         leaked=0 if part is None else _leaked(snapshot, part),
         old_samples=None if inputs.old_heldout is None else np.concatenate([*inputs.old_heldout.sample_ids()]),

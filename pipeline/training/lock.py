@@ -64,7 +64,7 @@ class Owner:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def follows(self, other: Owner) -> bool:
-        """Whether the scheduler says that this attempt replaces the other."""
+        """Return whether the scheduler says that this attempt replaces the other."""
         return self.job is not None and self.job == other.job and self.attempt > other.attempt
 
 
@@ -113,7 +113,7 @@ class Lock:
 
 
 def owner_here(run: Path) -> Owner | None:
-    """The process of this host that trains in a run directory, or in a folder of its phases, at this moment; None:
+    """The process of this host that trains in a run directory, or in a folder of run directories, at this moment; None:
     there is none. A lock that was not touched for `STALE_S` counts for nothing."""
     for path in sorted([*run.glob(NAME), *run.glob(f"*/{NAME}")]):
         with suppress(OSError, UserError):

@@ -112,7 +112,7 @@ class Metrics:
         self._journal.track(values["step"], {**values, **by_sigma, **parts}, "validation")
 
     def has_validation(self, step: int, snapshot: str | None) -> bool:
-        """Whether a validation after this step, on samples of this snapshot, is in the journal."""
+        """Return whether a validation after this step, on samples of this snapshot, is in the journal."""
         return any(row["step"] == step and row["snapshot"] == snapshot for row in self._validations)
 
     def pictures(self, steps: int, values: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ class Metrics:
         self._log(f"pictures after step {values['step']}/{steps}  {count} prompts  {values['seconds']:.1f} s  {place}")
 
     def has_pictures(self, step: int) -> bool:
-        """Whether pictures were drawn after this step."""
+        """Return whether pictures were drawn after this step."""
         return step in self._drawn
 
     def _compare(self, expected: Compare, values: dict[str, Any]) -> None:
@@ -162,7 +162,7 @@ class Metrics:
         yield " ".join([step.removeprefix("step ").strip(), loss.removeprefix("loss "), *left])
 
     def _seconds_left(self, row: dict[str, Any], steps: int) -> float | None:
-        """At the speed since the last row; None if that is not known."""
+        """Estimate them at the speed since the last row; None if that is not known."""
         last, self._last = self._last, (row["step"], row.get("seconds", 0.0))
         if row["step"] >= steps:
             return 0.0
@@ -257,7 +257,7 @@ def read_events(path: Path, *, events_only: bool = False) -> dict[str | None, li
 
 
 def not_looked_at(folder: Path, step: int, snapshot: str | None, *, validated: bool, drawn: bool) -> list[str]:
-    """What a run lacks after its last step, in words.
+    """Say what a run lacks after its last step, in words.
 
     Args:
         folder: the run directory. snapshot: of the validation.

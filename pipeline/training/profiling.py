@@ -14,7 +14,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from pipeline.cache.disk import make_folder
-from pipeline.config import ProfileConfig
 
 _MEMORY_EVENTS = 200_000
 """The newest allocations that a memory snapshot remembers."""
@@ -22,18 +21,20 @@ _MEMORY_EVENTS = 200_000
 
 @contextmanager
 def tracing(
-    config: ProfileConfig | None, folder: Path, rank: int, device: torch.device, log: Callable[[str], None]
+    traced: str | None, folder: Path, rank: int, device: torch.device, log: Callable[[str], None]
 ) -> Iterator[Callable[[int], None]]:
-    """Trace the steps of this process that `config` names; none without one. A trace is named by its last step, and a
-    failure to write it is logged. Yields what is to be called with the number of each optimizer step when it is done.
+    """Trace steps on the first process. A trace is named by its last step, and a failure to write it is logged. Yields
+    what is to be called with the number of each optimizer step when it is done.
 
     Args:
+        traced: `train.profile`, steps of this attempt such as 10-12; None: none.
         folder: of the run.
     """
-    if config is None or (rank and config.ranks == "first"):
+    if traced is None or rank:
         yield lambda step: None
         return
-    on_gpu, last = device.type == "cuda", 0
+    numbers = [int(number) for number in traced.split("-")]
+    first, on_gpu, last = numbers[0], device.type == "cuda", 0
 
     def write(trace: profile) -> None:
         name = f"step-{last:08d}-process-{rank}"
@@ -52,12 +53,12 @@ def tracing(
     def done(step: int) -> None:
         nonlocal last
         last = step
-        if on_gpu and running.step_num == config.start - 2:  # the next step is the first that is traced
+        if on_gpu and running.step_num == first - 2:  # the next step is the first that is traced
             torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
         running.step()
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    steps = schedule(skip_first=config.start - 2, wait=0, warmup=1, active=config.steps, repeat=1)
+    steps = schedule(skip_first=first - 2, wait=0, warmup=1, active=numbers[-1] - first + 1, repeat=1)
     with profile(
         activities=activities, schedule=steps, on_trace_ready=write, record_shapes=True, profile_memory=True
     ) as running:

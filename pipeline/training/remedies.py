@@ -27,7 +27,7 @@ Remedy = tuple[Changes, str]
 """Changes and their price."""
 
 LADDER: tuple[Remedy, ...] = (
-    ({"ema.device": "cpu", "ema.every": 10}, "EMA in host memory; one copy of the weights every ten steps"),
+    ({"ema.device": "cpu"}, "EMA in host memory; one copy of the weights a step, and the arithmetic on the CPU"),
     ({"parallel.reshard_after_forward": True}, "more gathers, or casts, of each block"),
     ({"optim.name": "adamw8bit"}, "2 instead of 8 bytes of optimizer state per parameter"),
     (
@@ -50,8 +50,8 @@ OFFLOAD: Remedy = ({"parallel.offload": "all"}, "parameters and optimizer in hos
 
 
 def searched(train: TrainConfig) -> tuple[Remedy, ...]:
-    """What a search varies, since the result stays the same; the cheapest first. Half a microbatch comes with the
-    reduction: one microbatch may become two, which would keep a whole gradient between them."""
+    """Return what a search varies, since the result stays the same; the cheapest first. Half a microbatch comes with
+    the reduction: one microbatch may become two, which would keep a whole gradient between them."""
     each = {"parallel.reduce_each_microbatch": True} if _keeps_gradient(train) else {}
     half = {"microbatch": train.microbatch // 2, **each} if train.microbatch > 1 else {}
     return (
@@ -105,7 +105,7 @@ def _helps(train: TrainConfig, changes: Changes) -> bool:
 
 
 def _keeps_gradient(train: TrainConfig) -> bool:
-    """Whether several microbatches keep more of the gradient on this process than one does."""
+    """Return whether several microbatches keep more of the gradient on this process than one does."""
     processes = check_sizes(train.parallel, _world()).data_world if _world() > 1 else 1
     managed = is_managed(train, processes)
     return managed and train.parallel.pp_size == 1 and not train.parallel.reduce_each_microbatch

@@ -75,8 +75,8 @@ class _Pending:
 
 
 def clip_factor(norm: Tensor, limit: float | None, divisor: float) -> Tensor | None:
-    """What the gradient is multiplied by to divide it by `divisor` and then clip it to length `limit`: fp32 scalar;
-    None where there is nothing to do. norm: after the division, fp32 scalar."""
+    """Return what the gradient is multiplied by to divide it by `divisor` and then clip it to length `limit`: fp32
+    scalar; None where there is nothing to do. norm: after the division, fp32 scalar."""
     if limit is None and divisor == 1:
         return None
     factor = torch.full_like(norm, 1.0) if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)

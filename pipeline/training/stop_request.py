@@ -26,7 +26,7 @@ AGAIN_S = 1.0
 
 @dataclass
 class StopRequest:
-    """Whether the run is to end. name, since: of the first signal, in seconds of the monotonic clock. looping: there
+    """A request to end the run. name, since: of the first signal, in seconds of the monotonic clock. looping: there
     will be something to save. launcher: process id of the launcher, if its end ends the run."""
 
     name: str | None = None

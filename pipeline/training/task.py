@@ -1,4 +1,4 @@
-"""What a run trains on and how it ends: the data types between the stage, the checks, the build and the loop."""
+"""The task of a run and its end: the data types between the stage, the checks, the build and the loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Compare = Callable[[dict[str, Any]], tuple[list[str], dict[str, Any]]]
 
 @dataclass(frozen=True)
 class DrawnPrompts:
-    """What a run draws pictures of.
+    """The prompts that a run draws.
 
     Attributes:
         texts: as written.
@@ -97,7 +97,7 @@ class TrainingTask:
 
 @dataclass(frozen=True)
 class Report:
-    """How a run ended. loss: mean since the last logged row before the end; None if this attempt did no step.
+    """The end of a run. loss: mean since the last logged row before the end; None if this attempt did no step.
     stopped_by: the signal's name if one ended the run."""
 
     step: int

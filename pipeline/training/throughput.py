@@ -60,8 +60,8 @@ class Throughput:
     ):
         self.train, self.architecture, self.layout, self.device = train, architecture, layout, device
         self.memory = MemoryMonitor(train, device, log)
-        self.peak = train.peak_tflops
-        if self.peak is None and device.type == "cuda" and (card := gpus.of_device(device)) is not None:
+        self.peak: float | None = None
+        if device.type == "cuda" and (card := gpus.of_device(device)) is not None:
             self.peak = card.tflops(train.precision)
         self._window = _Window()
         self._read_before = counters.totals()["read_bytes"]

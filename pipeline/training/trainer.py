@@ -83,7 +83,7 @@ def fit(
         log(f"note: {line}")
     expected = task.expect(context) if launch.is_main else None
     with (
-        open_mesh(launch, train.parallel, context.device, context.layout) as mesh,
+        open_mesh(launch, train.parallel, context.device, context.layout, patience_s=config.patience_s) as mesh,
         memory_errors(train),
         catch_signals_of(launch) if stop is None else nullcontext(stop) as stop,
         run_lock(context.folder, log) as lock,
@@ -110,7 +110,7 @@ def fit(
 
 
 def _not_looked_at(context: Context) -> list[str]:
-    """What the run lacks after its last step: a signal ended it before."""
+    """Return what the run lacks after its last step: a signal ended it before."""
     validation, task = context.train.validation, context.task
     snapshot, validated = None if validation is None else validation.snapshot, task.validation is not None
     drawn = task.pictures is not None

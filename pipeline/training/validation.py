@@ -4,7 +4,7 @@ Fixed levels, noise and captions, because the loss of flow matching differs more
 and bad weights (the mean over equidistant levels is MLPerf Training's rule for text-to-image). Nothing of the training
 changes: no generator is used, averages are exchanged with the weights and back bit for bit, gathered parameters are
 freed, and blocks run uncompiled, so that no graph is added.
-Price: `samples` x `levels` forward passes each time (about a third of a step each), twice with averages, and twice for
+Price: `samples` x `LEVELS` forward passes each time (about a third of a step each), twice with averages, and twice for
 a recipe with a contrast.
 """
 
@@ -31,6 +31,8 @@ from pipeline.training.lock import Lock
 from pipeline.training.metrics import Metrics
 from pipeline.training.stop_request import StopRequest
 
+LEVELS = 8
+"""Noise levels at which each sample is measured, as in MLPerf Training's text-to-image benchmark."""
 Totals = dict[tuple[int, int], Tensor]
 """By bucket: (groups, levels + parts + 1) float64, the sums of the losses at each level and of each part of a loss that
 has several, and the numbers of samples; before these, for a recipe with a contrast, the sums of what it adds to the
@@ -47,7 +49,7 @@ class Validation:
         context = run.context
         self.settings, make = context.train.validation or ValidationConfig(), context.task.validation
         self.parts = None if make is None else run_on_all(lambda: make(context.layout))
-        self.levels = equidistant(self.settings.levels)
+        self.levels = equidistant(LEVELS)
         self.group: dist.ProcessGroup | None = None  # of the feed
         self._divided = () if context.task.old_samples is None else ("by_age",)
         parts = run.trainable.recipe.parts
@@ -111,8 +113,8 @@ class Validation:
         return dict(zip(totals, joined / context.layout.model_parallel_size, strict=True))
 
     def _contrasting(self, batch: Batch, losses: Tensor) -> list[Tensor]:
-        """What the recipe's contrast adds to the losses (n,) of the samples that count, and which of them have another
-        one in the microbatch: (1, n) each. None without a contrast."""
+        """Return what the recipe's contrast adds to the losses (n,) of the samples that count, and which of them have
+        another one in the microbatch: (1, n) each. None without a contrast."""
         if self._contrast is None:
             return []
         step, other = self.run.step, self.run.trainable.recipe.contrasted(batch)
@@ -122,7 +124,7 @@ class Validation:
         return [added * compared, compared]
 
     def _groups(self, ids: Sequence[int]) -> Tensor:
-        """Which samples are in which group, bool (groups, n)."""
+        """Find which samples are in which group, bool (groups, n)."""
         old = self.run.context.task.old_samples
         if old is None:
             return torch.ones(1, len(ids), dtype=torch.bool)
@@ -163,7 +165,7 @@ class Validation:
 
 
 def is_due(run: TrainingRun, step: int, every: int, is_done: Callable[[], bool]) -> bool:
-    """Whether something is done now that is done before the first step, every `every` steps and after the last,
+    """Return whether something is done now that is done before the first step, every `every` steps and after the last,
     unless the run is to end, or an attempt before a resume has done it (`is_done`, on the first process)."""
     if run.step.stop_wanted or (step % every and step != run.context.train.steps):
         return False

@@ -1,8 +1,8 @@
 """Disk space: encoding pauses while the disk is full, and goes on when there is space again.
 
-`check` asks before a unit whether its bytes and a reserve (`encode.min_free_gib`) are free. `wait` handles a lack of
+`check` asks before a unit whether its bytes and a reserve (`RESERVE`) are free. `wait` handles a lack of
 space, whether `check` or a failed write reported it (`NoSpaceError`): it prints once what is missing, looks again every
-`POLL_S` seconds, and gives up after `encode.low_disk_wait_s`.
+`POLL_S` seconds, and gives up after `WAIT_S`.
 
 The caller must release its claim before it waits.
 """
@@ -18,8 +18,13 @@ import click
 from pipeline.amounts import amount
 from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.disk import cache_errors
-from pipeline.config import EncodeConfig
 from pipeline.errors import NoSpaceError
+
+RESERVE = 1 << 30
+"""Bytes that stay free on the cache's disk beside the next unit."""
+
+WAIT_S = 3600.0
+"""Seconds to wait for disk space before encoding ends with an error; 0: do not wait."""
 
 POLL_S = 5.0
 
@@ -35,13 +40,11 @@ class DiskSpace:
     def __init__(
         self,
         cache: Cache,
-        config: EncodeConfig,
         unit_bytes: Callable[[WorkPlan, Unit], int],
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.cache, self.unit_bytes, self._sleep = cache, unit_bytes, sleep
-        self.reserve = int(config.min_free_gib * 2**30)
-        self.wait_s = config.low_disk_wait_s
+        self.reserve, self.wait_s = RESERVE, WAIT_S
         self._paused_since: float | None = None
 
     def check(self, plan: WorkPlan, unit: Unit) -> None:
@@ -50,7 +53,7 @@ class DiskSpace:
         if free < need + self.reserve:
             raise NoSpaceError(
                 f"{self.cache.location}: there is too little space for the next shards",
-                expected=f"{amount(need)}, and {amount(self.reserve)} in reserve (encode.min_free_gib)",
+                expected=f"{amount(need)}, and {amount(self.reserve)} in reserve",
                 found=f"{amount(free)} free",
                 fix="free space (or move the cache), then run the same command again: it continues",
             )

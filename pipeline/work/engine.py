@@ -44,7 +44,7 @@ class UnitMaker(Protocol):
 
 
 class Job(ABC, Generic[Item]):
-    """How items of one kind are claimed and made."""
+    """The way in which items of one kind are claimed and made."""
 
     @abstractmethod
     def claim_key(self, item: Item) -> tuple[str | int, ...]:
@@ -56,14 +56,14 @@ class Job(ABC, Generic[Item]):
 
     @abstractmethod
     def collect(self, item: Item) -> bool:
-        """Whether some process has published the item; if so, its result is taken."""
+        """Return whether some process has published the item, and take its result."""
 
     @abstractmethod
     def make(self, item: Item) -> None:
         """Make and publish an item whose claim is ours."""
 
     def leave(self, item: Item) -> bool:
-        """Whether to leave the item to its owner, which is alive, when this process has nothing else to do."""
+        """Return whether to leave the item to its owner, which is alive, when nothing else is to be done."""
         return False
 
     def idle(self) -> bool:
@@ -77,13 +77,13 @@ class Job(ABC, Generic[Item]):
 
 
 def in_share(item_id: str, task: int, tasks: int) -> bool:
-    """Whether an item (its id in hex) is in the share of `task`. Shares do not shift as items are made."""
+    """Return whether an item (its id in hex) is in the share of `task`. Shares do not shift as items are made."""
     return int(item_id[:8], 16) % tasks == task
 
 
 @dataclass(frozen=True)
 class Worker:
-    """This process among those that share the work.
+    """A process among those that share the work.
 
     Args:
         claims: this process's claims.
@@ -165,7 +165,7 @@ def missing_units(cache: Cache, plans: list[WorkPlan]) -> Work:
 
 
 def is_done(cache: Cache, plan: WorkPlan, unit: Unit) -> bool:
-    """Whether a unit is committed."""
+    """Return whether a unit is committed."""
     exists = cache.files.exists
     commit = Paths.unit(plan.recipe, plan.number, unit.unit)
     return exists(commit) or exists(Paths.segment(plan.recipe, plan.number))

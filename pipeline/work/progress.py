@@ -23,7 +23,7 @@ from pipeline.terminal import LiveLine, shorter
 
 @dataclass
 class Meter:
-    """What encoders did.
+    """The work of encoders so far.
 
     Attributes:
         tokens: caption tokens.
@@ -143,7 +143,7 @@ class Progress:
         return self.left * self._seconds / made if made else None if self.left else 0.0
 
     def brief(self) -> dict[str, Any]:
-        """How far the work is, as JSON values, for claims."""
+        """Return how far the work is, as JSON values, for claims."""
         rate = round((self.done + self.rejected) / self._seconds, 3)
         return {
             "noun": self.noun,

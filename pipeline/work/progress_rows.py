@@ -1,4 +1,4 @@
-"""The metrics of a process that encodes, from its `Progress`: rows of JSON lines, trackers, textfile.
+"""The metrics of a process that encodes, from its `Progress`: rows of JSON lines, textfile.
 
 A thread writes a row every `ROW_S` seconds, also while a store is silent, and one more at the end of each kind of
 record. Counts only grow, also where a unit is made again; a process without work writes nothing. Nothing here ends the
@@ -17,11 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, written
-from pipeline.errors import UserError
 from pipeline.metrics.rows import Rows
 from pipeline.metrics.textfile import Textfile, store_counts
-from pipeline.metrics.trackers import Trackers
 from pipeline.processes import beating
 from pipeline.work.progress import Progress
 
@@ -42,19 +39,27 @@ class ProgressRows:
     """The metrics of one process. Close it.
 
     Args:
-        folder: of the rows, and of what trackers write; made with the first row.
+        textfile: `metrics.textfile`.
+        folder: of the rows; made with the first row.
         cache: the place that is encoded into, a label of the textfile.
         run: name of what is encoded. task, tasks: this process's share.
         log: prints one line.
     """
 
     def __init__(
-        self, config: Config, folder: Path, cache: str, run: str, task: int, tasks: int, log: Callable[[str], None]
+        self,
+        textfile: str | None,
+        folder: Path,
+        cache: str,
+        run: str,
+        task: int,
+        tasks: int,
+        log: Callable[[str], None],
     ):
         labels = {"stage": "encode", "run": run, "task": task}
-        self._config, self._folder, self._log = config, folder, log
+        self._folder, self._log = folder, log
         self._facts = {**labels, "tasks": tasks, "node": platform.node()}
-        self._textfile = Textfile(config.metrics.textfile, {**labels, "folder": cache}, log)
+        self._textfile = Textfile(textfile, {**labels, "folder": cache}, log)
         self._began = time.monotonic()
         self._rows: Rows | None = None
         self._failed = False
@@ -87,7 +92,6 @@ class ProgressRows:
         self._textfile.update(**{bar.noun: row})
         if (rows := self._opened()) is not None:
             rows.write(row)
-            rows.track(round(row["seconds"]), {**row, "rejected": sum(row["rejects"].values())}, f"encode/{bar.noun}")
 
     def _row(self, bar: Progress, counts: _Counts) -> dict[str, Any]:
         made, (busy_s, wall_s), now = bar.meter, bar.encoder_seconds(), time.monotonic()
@@ -121,15 +125,8 @@ class ProgressRows:
             name = f"encode-{self._facts['run']}-{self._facts['node']}-{self._facts['task']}"
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._rows = Rows(self._folder / f"{name}.jsonl", self._log, self._trackers(self._folder / name))
+                self._rows = Rows(self._folder / f"{name}.jsonl", self._log)
             except OSError as error:
                 self._failed = True
                 self._log(f"warning: {self._folder}: no metrics can be written there: {error.strerror}")
         return self._rows
-
-    def _trackers(self, run: Path) -> Trackers | None:
-        try:
-            return Trackers(self._config.encode.trackers, run, 0, written(self._config), self._log)
-        except UserError as error:
-            self._log(f"warning: {error.line}; the work goes on without encode.trackers")
-            return None

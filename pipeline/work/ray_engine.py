@@ -1,7 +1,7 @@
 """The Ray engine: each unit is a Ray task on an existing cluster (RAY_ADDRESS) or a local cluster.
 
 This process scans and plans, then hands out units, a few more than the cluster can run at the same time. Nodes that
-join get units; units of nodes that die run again (`encode.ray.retries`). A Ray worker process keeps its `UnitMaker`,
+join get units; units of nodes that die run again (`RETRIES`). A Ray worker process keeps its `UnitMaker`,
 and with it the loaded encoder, from one unit to the next.
 """
 
@@ -40,6 +40,12 @@ class MeteredMaker(engine.UnitMaker, Protocol):
     def disk_space(self) -> DiskSpace: ...
 
 
+CPUS = 1.0
+"""CPUs of a task. More would leave GPUs without work on nodes with few CPUs for each."""
+
+RETRIES = 10
+"""Limit on nodes and processes lost while running one unit."""
+
 _POLL_S = 0.5
 _CONNECT_S = 10.0
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -47,7 +53,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a Ray worker process needs to know; the same for every unit of a run.
+    """The settings of a Ray worker process; the same for every unit of a run.
 
     Args:
         key: a maker is reused for orders with this key.
@@ -159,7 +165,7 @@ class Cluster:
             return 0
         ray = self.connect()
         need = self.need()
-        task = ray.remote(make_unit).options(max_retries=self._config.ray.retries, **need)
+        task = ray.remote(make_unit).options(max_retries=RETRIES, **need)
         bar.expect(sum(unit.count for _, unit in todo))
         waiting = list(reversed(todo))
         running: dict[Any, tuple[WorkPlan, Unit]] = {}
@@ -204,14 +210,12 @@ class Cluster:
         return ray
 
     def need(self) -> dict[str, float]:
-        gpus = self._config.ray.gpus
-        if gpus is None:
-            cluster_has_gpus = self._ray.cluster_resources().get("GPU", 0) > 0
-            gpus = 1.0 if cluster_has_gpus and self._config.device != "cpu" else 0.0
-        return {"num_cpus": self._config.ray.cpus, "num_gpus": gpus}
+        """The resources of a task: a GPU if the cluster has any and `device` is not the CPU."""
+        has_gpus = self._ray.cluster_resources().get("GPU", 0) > 0
+        return {"num_cpus": CPUS, "num_gpus": 1.0 if has_gpus and self._config.device != "cpu" else 0.0}
 
     def slots(self, need: dict[str, float]) -> int:
-        """How many units the living nodes can run at the same time."""
+        """Count the units that the living nodes can run at the same time."""
         total = 0
         for node in self._ray.nodes():
             if node["Alive"]:
@@ -234,9 +238,9 @@ class Cluster:
         except exceptions.RayError as error:
             raise UserError(
                 f"a part of the work for {plan.recipe} could not be made on the Ray cluster",
-                expected=f"at most {self._config.ray.retries} deaths of its node or process",
+                expected=f"at most {RETRIES} deaths of its node or process",
                 found=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
-                fix="look at the nodes (ray status), or raise encode.ray.retries; the same command continues",
+                fix="look at the nodes (ray status), then run the same command again: it continues",
             ) from error
 
     def _cancel(self, running: list[Any]) -> None:

@@ -21,7 +21,7 @@ VARIANTS = {
     "checkpointing": ("train.activation_checkpointing=full",),
     "microbatches": ("train.microbatch=4",),
     "packed": ("train.text=packed",),
-    "average": ("train.ema.device=cpu", "train.ema.every=1"),
+    "average": ("train.ema.device=cpu",),
     "lora": ("train.adapter.rank=4",),
     "came": CAME,
     "adamw8bit": ("train.optim.name=adamw8bit",),
@@ -65,7 +65,7 @@ OPTIMIZERS = {
     "pure": ("train.precision=bf16_pure",),
     "pure_came": ("train.precision=bf16_pure", *CAME),
     "offloaded": ("train.parallel.offload=all",),
-    "averaged": ("train.ema.device=cpu", "train.ema.every=1"),
+    "averaged": ("train.ema.device=cpu",),
     "lora": ("train.adapter.rank=4",),
 }
 

@@ -49,7 +49,8 @@ class Adapter(ABC):
 
     @classmethod
     def from_config(cls, train: TrainConfig, spec: ModelSpec, start: bool) -> Self:
-        """From the options of a run, as far as they fit the model. start: with the start values of a file they name."""
+        """Make the adapter from the options of a run, as far as they fit the model. start: with the start values of a
+        file they name."""
         raise NotImplementedError(f"{cls.__name__} has no options")
 
     @abstractmethod
@@ -62,12 +63,12 @@ class Adapter(ABC):
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Its settings, for checkpoints; `from_dict` reads them."""
+        """Return the settings, for checkpoints; `from_dict` reads them."""
 
     @classmethod
     @abstractmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """From `to_dict`."""
+        """Make the adapter from what `to_dict` returned."""
 
     @abstractmethod
     def merged(self, name: str, weight: Tensor, trained: Mapping[str, Tensor], strength: float = 1.0) -> Tensor:

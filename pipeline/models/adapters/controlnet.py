@@ -64,7 +64,7 @@ class ControlNet(Adapter):
         return source.read(name.removeprefix(PREFIX), [0] * len(shape), shape)
 
     def merged(self, name: str, weight: Tensor, trained: Mapping[str, Tensor], strength: float = 1.0) -> Tensor:
-        """What the base adds is linear in the last layers, which alone have the strength in them."""
+        """Multiply the last layers by the strength: what the base adds is linear in them."""
         return strength * weight if strength != 1 and name.startswith(_OUTPUTS) else weight
 
     def to_dict(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _COMFYUI = "diffusion_model."
 
 @dataclass(frozen=True)
 class Change:
-    """Of one layer with weight W: W + b a.
+    """The change of a layer's weight W: W + b a.
 
     Attributes:
         a: (rank, in).
@@ -58,7 +58,8 @@ class Change:
 
 
 def changes(spec: ModelSpec, weights: Mapping[str, Tensor], scaling: float) -> dict[str, Change]:
-    """By module, from a checkpoint's `MODULE.lora_A`, `.lora_B` and `.lora_magnitude`. scaling: alpha / rank."""
+    """Read the changes by module, from a checkpoint's `MODULE.lora_A`, `.lora_B` and `.lora_magnitude`. scaling: alpha
+    / rank."""
     shapes, found = spec.shapes(), {}
     for name in weights:
         module, _, kind = name.rpartition(".")
@@ -75,7 +76,7 @@ def changes(spec: ModelSpec, weights: Mapping[str, Tensor], scaling: float) -> d
 
 
 def header(title: str, base: str, trigger: str, resolution: int, step: int, rank: int | None = None) -> dict[str, str]:
-    """What a file says of itself, by the names that managers of LoRA files show: kohya's (`ss_*`) and `modelspec.*`.
+    """Make the header of a file, by the names that managers of LoRA files show: kohya's (`ss_*`) and `modelspec.*`.
 
     Args:
         trigger: the text in front of every caption in training; empty: none.

@@ -209,7 +209,7 @@ def _targets(given: AdapterConfig, spec: ModelSpec) -> list[str]:
 
 
 def _refusal(layer: nn.Module) -> str | None:
-    """Why a layer is not adapted; None: it is."""
+    """Say why a layer is not adapted; None: it is."""
     if isinstance(layer, nn.Linear):
         return None
     assert isinstance(layer, nn.Conv2d)

@@ -59,7 +59,7 @@ class LowRank(LayerMixin):
 
     @property
     def lora_strength(self) -> float:
-        """What the product is multiplied by: s, in training divided by the share that the dropout leaves."""
+        """Return the factor of the product: s, in training divided by the share that the dropout leaves."""
         return self.lora_scale / (1 - self.lora_dropout) if self.training else self.lora_scale
 
     def lora_factors(self) -> Tensor | None:

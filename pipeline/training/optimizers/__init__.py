@@ -89,7 +89,7 @@ def advice(config: OptimConfig, batch: int, steps: int) -> list[str]:
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay applies: to matrices and convolutions, not to biases, norms, gates and tables."""
+    """Return whether weight decay applies: to matrices and convolutions, not to biases, norms, gates and tables."""
     return parameter.ndim > 1 and not name.endswith("scale_shift_table")
 
 

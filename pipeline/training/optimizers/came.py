@@ -38,7 +38,7 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 @dataclass
 class _Member:
-    """This process's shard of one parameter. matrix: number of the whole matrix, which joint parameters share; rows: of
+    """A process's shard of a parameter. matrix: number of the whole matrix, which joint parameters share; rows: of
     the whole matrix."""
 
     parameter: Tensor
@@ -148,7 +148,7 @@ class CAME(torch.optim.Optimizer):
                 stack.store_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would cast the means to the parameter's dtype; here they stay fp32."""
+        """Load as torch does, but keep the means in fp32; torch would cast them to the parameter's dtype."""
         super().load_state_dict(state_dict)
         identities = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)

@@ -54,8 +54,8 @@ class Noise:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def at(self, parameter: Tensor, step: int, index: int, draw: int = 0) -> torch.Generator:
-        """For parameter number `index` in optimizer step `step`: equal on all replicas of a shard. `draw`: number of an
-        independent draw."""
+        """Make the numbers of parameter `index` in optimizer step `step`: equal on all replicas of a shard. `draw`:
+        number of an independent draw."""
         shard = 0
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
@@ -70,7 +70,7 @@ class Noise:
 
 
 class RoundingAdamW(torch.optim.Optimizer):
-    """What the AdamW with bf16 parameters and the one with moments in 8 bits have in common. Parameters are plain
+    """The base of AdamW with bf16 parameters and of AdamW with moments in 8 bits. Parameters are plain
     tensors or DTensors of any placement: all is elementwise. seed: of the rounding, see `Noise`."""
 
     gradient_factor: Tensor | None = None

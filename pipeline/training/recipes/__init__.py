@@ -1,4 +1,5 @@
-"""What a run learns: from a batch and its draws to the model's inputs, and from its output to losses by name.
+"""The objectives that a run may learn: from a batch and its draws to the model's inputs, and from its output to losses
+by name.
 
 A `Recipe` is a file here; `flow` is Sana's. A recipe may tap blocks, whose outputs its losses are given, and may have
 modules of its own, which are trained and saved but not exported.
@@ -22,7 +23,7 @@ ToDevice = Callable[[Tensor], Tensor]
 
 
 class Recipe(ABC):
-    """What a run learns.
+    """The objective of a run.
 
     Attributes:
         parts: weight of each loss in the sum that is differentiated, by name.
@@ -64,13 +65,13 @@ class Recipe(ABC):
 
 
 def visit_hashes(batch: Batch, purpose: str) -> list[int]:
-    """For choices about samples: a number below 2**64 for each sample's visit, the same in every topology."""
+    """Return, for choices about samples, a number below 2**64 for each sample's visit, the same in every topology."""
     draws = zip(batch.sample_ids, batch.logit.tolist(), strict=True)
     return [xxhash.xxh3_64_intdigest(f"{purpose}/{identity}/{logit!r}".encode()) for identity, logit in draws]
 
 
 def visit_chosen(batch: Batch, purpose: str, share: float) -> Tensor:
-    """Which samples a share of the visits is, bool (b,)."""
+    """Find which samples a share of the visits is, bool (b,)."""
     return torch.tensor([value < share * 2**64 for value in visit_hashes(batch, purpose)], dtype=torch.bool)
 
 

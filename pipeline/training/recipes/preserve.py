@@ -39,7 +39,7 @@ class Preserving(Flow):
     ):
         super().__init__(flow, mask)
         self.share, self.prompts = preserve.share, prompts
-        self.parts: Mapping[str, float] = {"flow": 1.0, "preserve": preserve.weight}
+        self.parts: Mapping[str, float] = {"flow": 1.0, "preserve": 1.0}
 
     def prepare(self, batch: Batch, place: ToDevice, dtype: torch.dtype, level: float | None = None) -> Microbatch:
         if level is not None:

@@ -147,9 +147,7 @@ def begun() -> None:
         return tiny_run.global_batch(step + 2)
 
     for name, world, parallel in CHAIN[:4]:
-        settings = tiny_run.config(
-            FOLDER / f"begun {name}", steps=3, phase=1, parallel=parallel, microbatch=2, **common
-        )
+        settings = tiny_run.config(FOLDER / f"begun {name}", steps=3, parallel=parallel, microbatch=2, **common)
         launch(f"begun {name}", world, lambda own, s=settings: run(own, s, since, touch=touch))  # type: ignore[misc]
         losses = [row["loss"] for row in metrics.read(FOLDER / f"begun {name}/metrics.jsonl")]
         end = checkpoint.folder_of(FOLDER / f"begun {name}/checkpoints", 3)

@@ -32,7 +32,7 @@ from tests.support.workers import strategies, tiny_run
 from tests.support.workers.pipelines import pp
 
 STEPS = 2
-BF16 = {"precision": "bf16", "residual": "compute"}
+BF16 = {"precision": "bf16"}
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "DDP": {"parallel": strategies.DDP},
@@ -96,7 +96,9 @@ def plain(
     for number, text in enumerate(prompts.texts):
         noise = prompt_noise([text], (tiny_run.CHANNELS, 8, 8), config.sample.seed)
         rows = [prompts.rows(number).to(dtype)]
-        (latents[f"{number:04d}"],) = sample(model, rows, null[null_mask], noise, Sampling.of(config))
+        (latents[f"{number:04d}"],) = sample(
+            model, rows, null[null_mask], noise, Sampling.of(config.sample, config.train.flow.shift)
+        )
     return latents
 
 

@@ -1,7 +1,7 @@
 """A run in argv[1] whose processes kill themselves: argv[2] is a JSON list of [step, rank, seconds].
 
 A process of that rank dies by SIGKILL so many seconds after it got the batch of that step, once; with a negative number
-it stops (SIGSTOP), as if the machine hung. argv[3], if given, is the JSON of settings of the train section.
+it stops (SIGSTOP), as if the machine hung.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ SAVE_EVERY = 2
 
 def main() -> None:
     run, deaths, launch = Path(sys.argv[1]), json.loads(sys.argv[2]), detect()
-    train = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -46,7 +45,7 @@ def main() -> None:
                     die()
         time.sleep(0.02)  # so that a death some seconds later is in the middle of something
 
-    settings = tiny_run.config(run, steps=STEPS, save_every=SAVE_EVERY, microbatch=2, **train)
+    settings = tiny_run.config(run, steps=STEPS, save_every=SAVE_EVERY, microbatch=2)
     task = tiny_run.task(settings, launch.rank, launch.world, touch=touch)
     fit(settings, task, launch, resume="auto", log=lambda line: print(line, flush=True))
 

@@ -51,7 +51,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "1f1b": {"parallel": pp()},
         "1f1b, recomputed": {"parallel": pp(), **RECOMPUTED, **SHORT},
         "1f1b, norm": {"parallel": pp(), "arch": "norm", **SHORT},
-        "1f1b, bf16": {"parallel": pp(), "precision": "bf16", "residual": "fp32"},
+        "1f1b, bf16": {"parallel": pp(), "precision": "bf16"},
         "gpipe, microbatch 4": {"parallel": pp("gpipe"), "microbatch": 4},
         "interleaved_1f1b, every-2": {"parallel": pp("interleaved_1f1b"), "activation_checkpointing": "every-2"},
     },
@@ -93,18 +93,16 @@ def start(settings: Config) -> SanaTransformer:
 
 def reference(folder: Path) -> None:
     """One process without any wrapping, the whole global batch at once: (loss, norm, gradients) of two shapes, how far
-    a plain bf16 model's gradients are from them by `train.residual`, and the losses of all steps."""
+    a plain bf16 model's gradients are from them, and the losses of all steps."""
     for arch in (strategies.PLAIN, "norm"):
         full = settings_of({"microbatch": 8, "arch": arch, "precision": "fp32"})
         steps = [tiny_run.gradients(start(full), full, [batch(step)]) for step in (0, 1)]
-        distances = {}
-        for residual in ("fp32", "compute"):
-            half = settings_of({"microbatch": 8, "arch": arch, "precision": "bf16", "residual": residual})
-            plain = [tiny_run.gradients(start(half).bfloat16(), half, [batch(step)])[2] for step in (0, 1)]
-            distances[residual] = [
-                tiny_run.distance({name: value.float() for name, value in found.items()}, exact[2])
-                for found, exact in zip(plain, steps, strict=True)
-            ]
+        half = settings_of({"microbatch": 8, "arch": arch, "precision": "bf16"})
+        plain = [tiny_run.gradients(start(half).bfloat16(), half, [batch(step)])[2] for step in (0, 1)]
+        distances = [
+            tiny_run.distance({name: value.float() for name, value in found.items()}, exact[2])
+            for found, exact in zip(plain, steps, strict=True)
+        ]
         losses = tiny_run.train_losses(start(full), full, STEPS)
         torch.save({"steps": steps, "losses": losses, "bf16": distances}, folder / f"alone-{arch}.pt")
 
@@ -117,7 +115,7 @@ def parity(launch: Launch, folder: Path, case: dict[str, Any]) -> dict[str, Any]
         "loss": [],
         "norm": [],
         "gradient": [],
-        "plain bf16": expected["bf16"][settings.train.residual],
+        "plain bf16": expected["bf16"],
     }
     with mesh.open_mesh(launch, settings.train.parallel, CPU) as group:
         parallel_model = parallelize(start(settings), group, settings.train)
@@ -230,7 +228,8 @@ def bad_number(launch: Launch, folder: Path) -> str:
 
 def stalled(launch: Launch, folder: Path) -> float:
     """Seconds until a process gives up on another one of its pipeline, which holds still with all connections open."""
-    settings = settings_of({"parallel": {**pp(dp_shard=2), "timeout_s": STALL}})
+    settings = settings_of({"parallel": pp(dp_shard=2)})
+    mesh.WAIT_S = STALL
     with mesh.open_mesh(launch, settings.train.parallel, CPU) as group:
         parallel_model = parallelize(start(settings), group, settings.train)
         began = time.monotonic()
@@ -249,7 +248,8 @@ def stalled(launch: Launch, folder: Path) -> float:
 
 def another_shape(launch: Launch, folder: Path) -> None:
     """Sabotage: the schedule of the first shape is used for the second one, too. Ends the processes."""
-    settings = settings_of({"parallel": {**pp(), "timeout_s": 10}})
+    settings = settings_of({"parallel": pp()})
+    mesh.WAIT_S = 10
     pick = Pipeline.schedule_for
 
     def first(self: Pipeline, count: int, inputs: Any) -> Any:

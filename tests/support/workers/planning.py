@@ -57,7 +57,7 @@ def encode_run(
     log: Callable[[str], None],
 ) -> stages.encode.EncodeRun:
     """A run whose engine commits empty units."""
-    config = load(None, [f"cache={cache_root}", "encode.min_free_gib=0", *options])
+    config = load(None, [f"cache={cache_root}", *options])
     cache = Cache.of(config, create=True)
     latent, text = large_cache.recipes(config)
     for recipe in (latent, text):

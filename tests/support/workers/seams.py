@@ -60,13 +60,13 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
 
 
 def main() -> None:
-    folder, launch = Path(sys.argv[1]), mesh.reopening(detect(), 60)
+    folder, launch = Path(sys.argv[1]), mesh.reopening(detect(), 0)
     for kind in KINDS:
         for name, parallel in PARALLEL.items():
             run(kind, settings(folder, f"{kind}, {name}", parallel=parallel), launch)
         resumed = settings(folder, f"{kind}, resumed", parallel=PARALLEL["FSDP2"], activation_checkpointing="full")
         run(kind, resumed, launch, resume=folder / f"{kind}, one/checkpoints/step-00000002")
-        bf16 = {"precision": "bf16", "residual": "fp32", "activation_checkpointing": "full"}
+        bf16 = {"precision": "bf16", "activation_checkpointing": "full"}
         run(kind, settings(folder, f"{kind}, bf16", parallel=PARALLEL["FSDP2"], **bf16), launch)
 
 

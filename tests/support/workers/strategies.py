@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from pipeline.config import Config
 from pipeline.launch import Launch
 from pipeline.parallel import mesh
+from pipeline.parallel import parallelize as parallelizing
 from pipeline.parallel.parallelize import ParallelModel, parallelize
 from pipeline.processes import run_and_exit
 from pipeline.training import loss_scale
@@ -35,11 +36,11 @@ SHORT = {"steps": 6}
 FSDP2, HSDP, DDP = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}
 TP = {"dp_shard": 1, "tp_size": 2}
 UNCLIPPED = {"lr": 3e-4, "warmup_steps": 0, "clip": None}
-COMPILED = {"compile": "block", "compile_backend": "aot_eager"}
+COMPILED = {"compile": "block"}
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "DDP": {"parallel": DDP},
-        "FSDP2, prefetch 2": {"parallel": {**FSDP2, "prefetch_blocks": 2}},
+        "FSDP2": {"parallel": FSDP2},
         "TP": {"parallel": TP},
         "TP, microbatch 3 (3 + 3 + 2), recomputed": {
             "parallel": TP,
@@ -48,12 +49,12 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             **SHORT,
         },
         "TP, norm": {"parallel": TP, "arch": "norm", **SHORT},
-        "TP, bf16": {"parallel": TP, "precision": "bf16", "residual": "fp32", "arch": "two heads of 32"},
+        "TP, bf16": {"parallel": TP, "precision": "bf16", "arch": "two heads of 32"},
         "DDP, bf16": {"parallel": DDP, "precision": "bf16", "arch": "two heads of 32"},
         "FSDP2, recomputed, compiled": {"parallel": FSDP2, "activation_checkpointing": "full", **COMPILED, **SHORT},
         "TP, compiled": {"parallel": TP, **COMPILED, **SHORT},
         "FSDP2, packed": {"parallel": FSDP2, "text": "packed", **SHORT},
-        "FSDP2, fp16": {"parallel": FSDP2, "precision": "fp16", "residual": "fp32", "arch": "heads of 32"},
+        "FSDP2, fp16": {"parallel": FSDP2, "precision": "fp16", "arch": "heads of 32"},
         "FSDP2, selective, norm": {
             "parallel": FSDP2,
             "arch": "norm",
@@ -85,7 +86,6 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "FSDP2 x TP, bf16": {
             "parallel": {"tp_size": 2},
             "precision": "bf16",
-            "residual": "fp32",
             "arch": "two heads of 32",
             **SHORT,
         },
@@ -105,6 +105,9 @@ near zero, linear attention's gradient grows as 1 / query. With heads of 8 that 
 apart: in fp32, start weights that differ by 2^-14 move the losses of twenty steps by 3e-3, with heads of 32 by 2e-4.
 In fp16 losses were 2.6e-3 to 2.1e-2 away, by microbatch and loss scale; with heads of 32 5e-4 for all of them.
 In bf16 losses of twenty steps are 3.8e-3 to 4.3e-3 away with two heads of 32, one for each process of TP."""
+
+
+parallelizing.COMPILE_BACKEND = "aot_eager"
 
 
 def settings_of(case: dict[str, Any]) -> Config:

@@ -54,7 +54,7 @@ def config(
         "trackers": [],
         "save_every": 1000,
         "optim": {"lr": 3e-4, "warmup_steps": 0, "clip": 0.1},
-        "parallel": {"timeout_s": 60},
+        "parallel": {},
     }
     for name, value in train.items():
         base[name] = {**base[name], **value} if isinstance(value, dict) and name in base else value
@@ -141,7 +141,7 @@ def held_out(settings: Config, rank: int = 0, world: int = 1) -> Iterator[tuple[
     filled with copies."""
     size = settings.train.microbatch
     for bucket, count in enumerate(HELD_OUT):
-        whole = global_batch(1000 + bucket, settings.train.validation.seed if settings.train.validation else 0)
+        whole = global_batch(1000 + bucket)
         for first in range(rank * size, -(-count // (size * world)) * size * world, size * world):
             rows = [min(row, count - 1) for row in range(first, first + size)]
             yield rows_of(whole, rows), max(0, min(size, count - first))
@@ -187,26 +187,29 @@ def task(
     snapshot: str = "5eed",
     touch: Callable[[int], Batch | None] | None = None,
     delay: float = 0.0,
+    phase: int = 0,
+    old: bool = False,
 ) -> TrainingTask:
-    """What `fit` needs. `touch(step)` may return another batch for a step, or do something at that step."""
+    """What `fit` needs. `touch(step)` may return another batch for a step, or do something at that step. old: some of
+    the held-out samples are old."""
     train = settings.train
 
     def loader(layout: Layout, start: int, stop: int) -> Iterator[tuple[list[Batch], LoaderState]]:
         for step in range(start, stop):
             batch = (touch(step) if touch else None) or global_batch(step, train.seed)
             time.sleep(delay)
-            state = LoaderState(snapshot, train.seed, train.phase or 0, step + 1, train.length_window)
+            state = LoaderState(snapshot, train.seed, phase, step + 1, train.length_window)
             yield microbatches(batch, train.microbatch, rank, world), state
 
     return TrainingTask(
-        LoaderState(snapshot, train.seed, train.phase or 0, 0, train.length_window),
+        LoaderState(snapshot, train.seed, phase, 0, train.length_window),
         CHANNELS,
         TEXT_WIDTH,
         8,
         loader,
         {f"{height * 8}x{width * 8}": GLOBAL_BATCH for height, width, _ in SHAPES},
         validation=None if train.validation is None else lambda layout: HeldOut(settings, rank, world),
-        old_samples=None if train.validation is None or train.validation.old is None else np.array(OLD, np.uint64),
+        old_samples=np.array(OLD, np.uint64) if old else None,
         pictures=None if train.pictures is None else prompts(settings),
     )
 

@@ -37,7 +37,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
 }
 """Launch size -> name -> settings of the train section; `resumed`: from the single process's checkpoint of step 1;
 `without`: also run without validation."""
-VALIDATION = {"every": 1, "levels": 3, "old": "earlier"}
+VALIDATION = {"every": 1}
 
 
 def settings_of(case: dict[str, Any], output: Path, validation: dict[str, Any] | None = VALIDATION) -> Config:
@@ -48,7 +48,8 @@ def settings_of(case: dict[str, Any], output: Path, validation: dict[str, Any] |
 
 def run(settings: Config, launch: Launch, resume: Path | None = None) -> None:
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
-    task = tiny_run.task(settings, layout.data_rank(launch.rank), layout.data_world)
+    old = settings.train.validation is not None
+    task = tiny_run.task(settings, layout.data_rank(launch.rank), layout.data_world, old=old)
     fit(settings, task, launch, resume=resume, log=lambda line: None)
 
 

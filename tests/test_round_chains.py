@@ -1,4 +1,4 @@
-"""Chains of phases on several processes, and killed at any moment: the end is that of a chain in one process."""
+"""Rounds (`train --from`) on several processes, and killed at any moment: the end is that of rounds in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from pipeline.training import checkpoint, metrics
 from tests.support import tiny_cache
 from tests.support.forked import Forked, ranks, succeed
-from tests.support.workers import phase_chain, tiny_run
+from tests.support.workers import round_chain, tiny_run
 
 pytestmark = pytest.mark.timeout(600)
 ATTEMPTS = 3
@@ -22,11 +22,11 @@ ATTEMPTS = 3
 
 
 def start(folder: Path, name: str, processes: int, *arguments: str) -> list[Forked]:
-    return ranks(processes, str(folder), name, *arguments, worker="phase_chain")
+    return ranks(processes, str(folder), name, *arguments, worker="round_chain")
 
 
 def learned(run: Path) -> dict[str, Any]:
-    """By phase: losses, weights and averages at the end, and what the summary says of the data."""
+    """By round: losses, weights and averages at the end, and what the summary says of the data."""
     result = {}
     for name in "abc":
         last = checkpoint.newest(run / name / "checkpoints")
@@ -51,7 +51,7 @@ def check_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache, and the undisturbed chain of one process."""
+    """A cache, and the undisturbed rounds of one process."""
     folder = tmp_path_factory.mktemp("chains")
     with pytest.MonkeyPatch.context() as patch:  # values that can be trained on
         patch.setattr(
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.dist
-def test_a_chain_on_two_processes_is_that_of_one(folder: Path) -> None:
+def test_rounds_on_two_processes_are_those_of_one(folder: Path) -> None:
     """Groups open and close several times in each process."""
     both = start(folder, "two", 2)
     succeed(both, 240)
@@ -73,29 +73,29 @@ def test_a_chain_on_two_processes_is_that_of_one(folder: Path) -> None:
 
 
 @pytest.mark.dist
-def test_a_signal_ends_the_chain_and_the_next_start_goes_on(folder: Path) -> None:
-    both = start(folder, "stopped", 2, "1.0")  # seconds a step: phase b is not over when the signal arrives
+def test_a_signal_ends_a_round_and_the_next_start_goes_on(folder: Path) -> None:
+    both = start(folder, "stopped", 2, "1.0")  # seconds a step: round b is not over when the signal arrives
     assert both[0].says("begins from")
     for process in both:
         process.send_signal(signal.SIGTERM)
     output = both[0].output(120)
     assert [process.wait(60) for process in both] == [0, 0]
-    assert "stopped by SIGTERM" in output and "phase c (3 of 3)" not in output, output
+    assert "stopped by SIGTERM" in output, output
     assert not (folder / "stopped/c").exists()
     three = start(folder, "stopped", 3)
     succeed(three, 240)
     output = three[0].output()
-    assert "phase a (1 of 3): finished after step 5" in output and "resumed from" in output
+    assert "nothing to do: 5 steps are done" in output and "resumed from" in output
     check_alike(learned(folder / "stopped"), learned(folder / "undisturbed"))
 
 
 @pytest.mark.fault
-def test_a_chain_killed_at_any_moment_is_the_undisturbed_one(fault_seed: int, folder: Path) -> None:
+def test_rounds_killed_at_any_moment_are_the_undisturbed_ones(fault_seed: int, folder: Path) -> None:
     """SIGKILL of all processes at a random instant, again and again, each time resumed on another number of them."""
     chance, name, kills = random.Random(fault_seed), f"killed-{fault_seed}", 0
     for _ in range(ATTEMPTS):
         processes = start(folder, name, chance.choice([1, 2, 3]), "0.1")
-        processes[0].says("^training ", 1 + chance.randrange(3))  # let some phases begin
+        processes[0].says("^training ", 1 + chance.randrange(3))  # let some rounds begin
         time.sleep(chance.uniform(0.0, 1.0))
         kills += processes[0].poll() is None
         for process in processes:
@@ -104,5 +104,5 @@ def test_a_chain_killed_at_any_moment_is_the_undisturbed_one(fault_seed: int, fo
     assert kills > 0
     succeed(start(folder, name, 2), 240)
     check_alike(learned(folder / name), learned(folder / "undisturbed"))
-    for phase in phase_chain.PHASES:
-        assert not checkpoint.leftovers(folder / name / phase["name"] / "checkpoints")
+    for each in round_chain.ROUNDS:
+        assert not checkpoint.leftovers(folder / name / each / "checkpoints")
