@@ -385,7 +385,7 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
 )
 @click.option("--trigger", metavar="WORD", help="A word for what all pictures show; it goes into every caption.")
 @click.option("--out", default="./sana-pipe.yaml", show_default=True, metavar="FILE", help="The configuration.")
-@click.option("--force", is_flag=True, help="Replace the file, and prompts.txt beside it.")
+@click.option("--force", is_flag=True, help="Replace the file, and prompts.txt next to it.")
 @click.option("--gpu", metavar="NAME", help="Choose for this card (a name as in `plan`). Default: the one here.")
 @click.option("--gpu-memory", metavar="24GiB", help="Memory of each card.")
 @click.option("--gpus", type=click.IntRange(min=1), help="Number of cards. Default: those here.")
@@ -519,7 +519,7 @@ def bucket(
     if snapshot is not None and condition is not None:
         raise click.UsageError("--filter is for a new snapshot, and --snapshot names one that is there")
     if pack and (dry_run or (as_json and snapshot is None)):
-        raise click.UsageError("--pack goes with --json only beside --snapshot, and never with --dry-run")
+        raise click.UsageError("--pack goes with --json only together with --snapshot, and never with --dry-run")
     if condition is not None:
         config = config.model_copy(update={"bucket": config.bucket.model_copy(update={"filter": condition})})
     from stages import bucket as stage
@@ -712,7 +712,7 @@ _weights = _grouped(
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="Precision of the transformer's files. Default: bf16 for an adapter or a ControlNet beside a base "
+    help="Precision of the transformer's files. Default: bf16 for an adapter or a ControlNet with a base "
     "in bf16, else fp32.",
 )
 @click.option(
@@ -1015,7 +1015,7 @@ def config(given: _Given, name: str | None, as_json: bool, markdown: bool) -> An
 @click.option(
     "--prompts",
     metavar="FILE|default",
-    help="As for encode. Default, with train.pictures: prompts.txt beside the configuration.",
+    help="As for encode. Default, with train.pictures: prompts.txt next to the configuration.",
 )
 def run(given: _Given, data: tuple[str, ...], prompts: str | None) -> Any:
     """Encode, bucket, train, sample and export: the single commands one after the other, each printed as it starts.

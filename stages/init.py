@@ -353,7 +353,7 @@ def _write(options: Options, text: str, made: Recommendation) -> list[str]:
             work.write_text(text, encoding="utf-8")
         prompts = options.out.with_name(PROMPTS)
         if prompts.exists() and not options.force:
-            return [f"{prompts} is of before and stays as it is (--force replaces it, too)"]
+            return [f"{prompts} is an earlier file and is left unchanged (--force replaces it, too)"]
         if made.prompts:
             with replacing(prompts) as work:
                 work.write_text("".join(f"{line}\n" for line in made.prompts), encoding="utf-8")
@@ -376,7 +376,7 @@ def _check_usable(looked: Sequence[_Looked]) -> None:
             "there is no usable picture",
             expected="pictures with captions, or with the trigger word in their place",
             found="; ".join(reasons) or "no picture",
-            fix="; ".join(filter(None, advice)) or "mend what the reasons say, and then the same command",
+            fix="; ".join(filter(None, advice)) or "fix what the reasons name, then run the same command again",
         )
 
 

@@ -165,7 +165,7 @@ def _first_weights(stored: checkpoints.ModelTensors) -> Mapping[str, Tensor] | N
     try:
         return first_weights(stored)
     except UserError as error:
-        _log(f"note: what the run began from is not drawn beside it: {error.line}")
+        _log(f"note: what the run began from is not drawn with it: {error.line}")
         return None
 
 

@@ -175,7 +175,7 @@ def _repair_contents(
         except (AwayError, NoSpaceError):
             raise
         except IntegrityError as error:
-            outcome = f"failed: {error.what} (once that is mended, repair again)"
+            outcome = f"failed: {error.what} (once that is fixed, repair again)"
         except UserError as error:
             outcome = f"failed: {error.what}"
             # Frames of the traceback would keep the encoder in memory.

@@ -592,7 +592,7 @@ def test_drop_says_what_becomes_of_the_rest(root: Path, capsys: pytest.CaptureFi
     assert "bucket.remainder=carry" in str(caught.value)
     notes = {(b["height"], b["width"]): b["note"] for b in summary["buckets"]}
     assert "left out" in notes[16, 32]
-    assert notes[16, 24].startswith("3 samples, others each time, sit out")
+    assert notes[16, 24].startswith("3 samples skipped, other ones each epoch")
 
 
 def test_a_snapshot_of_an_option_that_is_gone_is_refused_with_the_way_out(root: Path) -> None:

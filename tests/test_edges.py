@@ -670,7 +670,7 @@ def test_what_would_keep_a_reject_of_the_scan() -> None:
     rows = [{"item": f"{n}.png", "reject": why} for n, why in enumerate(rejects)]
     usable(joined, pa.Table.from_pylist(rows, schema=SCAN))
     remedies = {reason.rpartition(": ")[2]: keep for reason, keep in joined.keep.items()}
-    assert remedies == {rejects[0]: f"change that setting and {ENCODE}", rejects[1]: f"mend the file and {ENCODE}"}
+    assert remedies == {rejects[0]: f"change that setting and {ENCODE}", rejects[1]: f"fix the file and {ENCODE}"}
 
 
 def test_what_a_policy_left_out_is_judged_again_and_what_cannot_be_read_is_not() -> None:

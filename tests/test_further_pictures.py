@@ -303,7 +303,7 @@ def test_a_source_without_any_names_the_place_that_was_looked_at(
     samples: Samples, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     ways = {
-        "suffix": ("suffix=.edges", "put X.edges.png beside X.jpg"),
+        "suffix": ("suffix=.edges", "put X.edges.png next to X.jpg"),
         "sister_folders": ("folder=lines/", "into the data as lines/X.png"),
         "parquet": ("column=meta", "fill the column meta"),
     }
@@ -329,7 +329,7 @@ def test_an_option_that_finds_no_picture_of_a_source_that_was_read_before_is_nam
         with pytest.raises(UserError, match="are missing") as error:
             end(config, str(copied / "data"))
         fix = str(error.value.fix)
-        assert fix.startswith("data.pictures.control.suffix: .edges finds none: put X.edges.png beside X.jpg")
+        assert fix.startswith("data.pictures.control.suffix: .edges finds none: put X.edges.png next to X.jpg")
         assert "bring them back" not in fix and "encode.max_shrink=1" in fix
 
 

@@ -76,9 +76,7 @@ def test_every_named_test_exists(page: str) -> None:
 
 
 def test_every_promise_names_a_test_file() -> None:
-    rows = [
-        line for line in PAGES["tests/README.md"].splitlines() if line.startswith("| ") and "| tests |" not in line
-    ]
+    rows = [line for line in PAGES["tests/README.md"].splitlines() if line.startswith("| ") and "| tests |" not in line]
     assert len(rows) > 45
     assert [row for row in rows if "](test_" not in row.split(" | ")[-1]] == []
 

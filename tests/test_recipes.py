@@ -219,7 +219,7 @@ def test_a_file_is_replaced_only_by_force(tmp_path: Path, unplanned: None, capsy
     assert out.read_text() == "mine"
     capsys.readouterr()
     assert init.run([str(source)], Options(gpu="4090", out=tmp_path / "b.yaml")) == 0
-    kept = f"{tmp_path / 'prompts.txt'} is of before and stays as it is"
+    kept = f"{tmp_path / 'prompts.txt'} is an earlier file and is left unchanged"
     assert (tmp_path / "prompts.txt").read_text() == "my prompt\n" and kept in capsys.readouterr().out
     with pytest.raises(UserError, match=naming("a.yaml", "--out")):  # no configuration is in it
         init.run([str(source)], Options(gpu="4090", out=out, force=True))

@@ -195,7 +195,7 @@ def _check_ways(data: DataConfig, name: str) -> None:
             raise ConfigError(
                 f"{option} does not say where the {kind} pictures of source {name!r} are, and no earlier encode did",
                 expected=f"one of {', '.join(f'{option}.{way}' for way in WAYS)}",
-                fix=f"{setting(f'{option}.suffix', f'-{kind}')} for X-{kind}.png beside X.jpg, or "
+                fix=f"{setting(f'{option}.suffix', f'-{kind}')} for X-{kind}.png next to X.jpg, or "
                 f"{setting(f'{option}.folder', f'{kind}s')} for {kind}s/X.png",
             )
 

@@ -370,7 +370,7 @@ def check_loose(understood: Understood) -> None:
     if loose:
         raise UserError(
             f"pictures of source {source.name!r} have no caption, and files that are not read look like theirs",
-            expected="captions beside their pictures: X.txt for X.jpg",
+            expected="captions next to their pictures: X.txt for X.jpg",
             found="; ".join(f"{each.count} such as {escaped(each.example)} for {escaped(each.of)}" for each in loose),
             fix="; ".join(dict.fromkeys(_beside(source, each) for each in loose))
             + f", and then {_then(source, loose)}; or move them out of the data if they are no captions",
@@ -389,7 +389,7 @@ def check_lists(understood: Understood) -> None:
         fix = first.fix(source.location) if source.format == Source.format else _unpacking(source, first)
         raise UserError(
             f"pictures of source {source.name!r} have no caption, and {escaped(first.file)}, which is not used, names "
-            "them with words beside their names",
+            "them with words next to their names",
             expected="captions in a file that is read: docs/encoding.md has a table of them",
             found="; ".join(f"{escaped(each.file)}: {escaped(each.name)}" for each in lists),
             fix=f"{fix}; if it holds no captions, the same command with " + setting("data.caption", "a picture"),

@@ -77,7 +77,7 @@ class Trackers:
                 what = f"the tracker {name} cannot be opened"
                 raise machine_error(error, what, "--resume auto") or UserError(
                     f"{what}: {type(error).__name__}: {error}",
-                    fix="mend that, or take it out of the option trackers",
+                    fix="fix that, or take it out of the option trackers",
                 ) from None
             self._open[name] = tracker
 

@@ -410,7 +410,7 @@ SECTIONS = (
     Section("rounds", "Rounds side by side", "run", (_rounds,)),
     Section("throughput", "Throughput", "run", (curves("curves.images_per_s", "curves.tokens_per_s", "curves.mfu"),)),
     Section("data-wait", "Data wait", "run", (curves("curves.data_wait"),)),
-    Section("memory", "Memory beside the plan", "run", (curves(*_MEMORY), _plans)),
+    Section("memory", "Memory and its plan", "run", (curves(*_MEMORY), _plans)),
     Section("compare", "Two runs compared", "", (_options, curves(*_COMPARED)), needs="compare"),
     Section("snapshot", "Snapshot", "snapshot", (_snapshot,)),
     Section("new", "New samples against old ones", "snapshot.new", (_new_samples, table("sources", *_NEW))),

@@ -227,7 +227,7 @@ class Named:
                 f"{OPTION}: no picture is called {name!r}" + (f", nor {len(left) - 1} others" if len(left) > 1 else ""),
                 expected="SOURCE: ITEM or ITEM, as `bucket` lists them"
                 + (f"; near: {', '.join(near)}" if near else ""),
-                fix=f"mend or remove it in {OPTION}",
+                fix=f"correct or remove it in {OPTION}",
             )
 
 

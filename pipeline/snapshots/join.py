@@ -259,7 +259,7 @@ def usable(joined: Joined, scan: pa.Table) -> pa.Table:
     """The items that the scan did not reject; rejects are counted."""
 
     def keep(kind: str) -> str:
-        return f"change that setting and {ENCODE}" if "data." in kind else f"mend the file and {ENCODE}"
+        return f"change that setting and {ENCODE}" if "data." in kind else f"fix the file and {ENCODE}"
 
     def rejects() -> Iterator[tuple[str, str]]:
         for batch in batches(scan.select(["item", "reject"])):
@@ -294,7 +294,7 @@ def join(joined: Joined, source: str, scan: pa.Table, records: EncodedRecords, r
         columns.add(_joined(joined, source, batch, records, resolution, missing))
     joined.frames.append(columns.frame())
     for what, kinds in missing.rejects.items():
-        joined.leave_kinds(what, kinds.ranked(), lambda _: f"mend the files and {ENCODE}")
+        joined.leave_kinds(what, kinds.ranked(), lambda _: f"fix the files and {ENCODE}")
 
 
 @dataclass(frozen=True)
@@ -658,7 +658,7 @@ def epoch_steps(visits: Fraction, batch: int, small: str) -> tuple[float, str]:
     if visits < batch:
         return 0, "left out: smaller than one batch"
     rest = float(visits % batch)
-    note = f"{rest:g} samples, others each time, sit out an epoch (bucket.remainder=carry)" if rest else ""
+    note = f"{rest:g} samples skipped, other ones each epoch; to use them: bucket.remainder=carry" if rest else ""
     return visits // batch, note
 
 
@@ -669,7 +669,7 @@ def _check_samples(joined: Joined, frame: Frame) -> None:
     if not len(frame):
         left_out = joined.left_out.most_common()
         reasons = "; ".join(f"{count} items: {reason}" for reason, count in left_out) or "the scan is empty"
-        raise UserError("nothing is left to train on", found=reasons, fix="mend the most frequent reason")
+        raise UserError("nothing is left to train on", found=reasons, fix="fix the most frequent reason")
 
 
 def row_of_null(records: EncodedRecords) -> int:

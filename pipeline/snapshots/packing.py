@@ -293,6 +293,6 @@ def restored(cache: Cache, name: str) -> bool:
     """
     folder, digest = name.split("/")[1], name.rpartition("/")[2].removesuffix(".tar")
     if not cache.files.numbers(Paths.plans(folder)):
-        raise CacheError(f"{cache.files.where(name)}: its plan is gone", fix="sana-pipe bucket --pack")
+        raise CacheError(f"{cache.files.where(name)}: its plan is missing", fix="sana-pipe bucket --pack")
     plan = cache.plan(folder, 0)
     return Packer(cache, Snapshot(cache.files, source_of(cache, plan)), plan).restore(digest)

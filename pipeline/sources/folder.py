@@ -460,7 +460,7 @@ class FolderSource(Source):
         if rows is not None:
             picture.add(rows)
         otherwise = (
-            f"has no caption: no {posixpath.basename(stem(key))}.txt beside it and no metadata row that names it"
+            f"has no caption: no {posixpath.basename(stem(key))}.txt next to it and no metadata row that names it"
         )
         if row and not self.rule.has_caption_column(row):
             file = next((file for file, content in own.items() if isinstance(content, dict)), key)

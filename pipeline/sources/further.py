@@ -39,7 +39,7 @@ class Further:
     def remedy(self) -> str:
         """Say what a user can do where samples lack it."""
         places = {
-            "suffix": f"put X{self.suffix}.png beside X.jpg",
+            "suffix": f"put X{self.suffix}.png next to X.jpg",
             "folder": f"put the {self.kind} picture of X.jpg into the data as {(self.folder or '').strip('/')}/X.png",
             "column": f"fill the column {self.column}",
         }

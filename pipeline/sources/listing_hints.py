@@ -35,7 +35,7 @@ def refuse(filesystem: Filesystem, file: str, pictures: pa.ChunkedArray, rule: C
     command = f"sana-pipe encode --data {shlex.quote(filesystem.full_name(file))}"
     ways = [_settings(column, folders, captions, row, rule) for column in known or folders]
     raise UserError(
-        f"{filesystem.location}: no picture has a caption beside it, and {escaped(file)} lists pictures",
+        f"{filesystem.location}: no picture has a caption next to it, and {escaped(file)} lists pictures",
         found=f"the columns {', '.join(repr(escaped(column)) for column in row)}",
         fix=" or ".join(" ".join([command, *way]) for way in ways) + ", or move the file away",
     )
@@ -52,7 +52,7 @@ def _refuse_elsewhere(filesystem: Filesystem, file: str, row: dict[str, object],
             picture = there[0].as_py()
             folder = f"{filesystem.location}/{picture.removesuffix(name).strip('/')}".rstrip("/")
             raise UserError(
-                f"{filesystem.location}: no picture has a caption beside it, and {escaped(file)} lists pictures of "
+                f"{filesystem.location}: no picture has a caption next to it, and {escaped(file)} lists pictures of "
                 "another folder",
                 found=f"{escaped(column)}: {escaped(name)}, which is {escaped(picture)}",
                 fix=f"{'move' if filesystem.is_remote else 'mv -n'} {shlex.quote(filesystem.full_name(file))} "

@@ -364,7 +364,7 @@ class TarSource(FilesSource):
             if isinstance(value, str):
                 tar.reject(name, value)
             elif not value or not all(isinstance(entry, dict) for entry in value.values()):
-                self._ignore(".json file beside a tar that is about no samples", 1, [name])
+                self._ignore(".json file next to a tar that describes no samples", 1, [name])
             else:
                 for key, entry in value.items():
                     columns.setdefault(key, SampleColumns()).add(entry)

@@ -54,7 +54,7 @@ class UnreadList:
             return move.format(shlex.quote(file), shlex.quote(folder))
         return (
             f"write {escaped(name)} as metadata.csv with a header `file_name,text` (or metadata.jsonl with "
-            f'{{"file_name": "{escaped(self.name)}", "text": "..."}}) beside the pictures'
+            f'{{"file_name": "{escaped(self.name)}", "text": "..."}}) next to the pictures'
         )
 
 
