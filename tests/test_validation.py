@@ -174,7 +174,7 @@ def test_no_graph_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("pipeline.parallel.parallelize.COMPILE_BACKEND", counter)
     config = settings(tmp_path / "run", 2, compile="block")
     run(config)
-    assert (counter.frame_count, len(rows(config))) == (1, 3)
+    assert (counter.frame_count, len(rows(config))) == (2, 3), "blocks, and what prepares text and timestep"
 
 
 # --------------------------------------------------------------------------------------------------- the averages
