@@ -1037,7 +1037,7 @@ def test_files_beside_tars_are_named_but_for_those_of_the_tars(tmp_path: Path) -
     assert source.ignored.counts == {
         ".md file": 1,
         ".json file": 1,
-        ".json file beside a tar that is about no samples": 1,
+        ".json file next to a tar that describes no samples": 1,
     }
 
 
