@@ -247,7 +247,7 @@ class FurtherConfig(_Section):
     and resized as the sample's picture, so it must show the same area; its size in pixels may differ."""
 
     suffix: str | None = None
-    """What its name has more than that of the picture: `.control` for `x.control.png` (in a tar, too) beside `x.jpg`,
+    """The end of its name that the picture's name lacks: `.control` for `x.control.png` (in a tar, too) beside `x.jpg`,
     `-masklabel` for `x-masklabel.png`."""
     folder: Place | None = None
     """The folder, relative to the data, that has it under the picture's name: with `edges`, `edges/x.png` is that of
@@ -255,7 +255,7 @@ class FurtherConfig(_Section):
     column: str | None = None
     """The column of a table or of metadata.jsonl that holds it, or its file name."""
     required: bool = True
-    """Whether a sample without it is rejected. Otherwise it counts as a black control picture, or as a white mask."""
+    """true: a sample without it is rejected. Otherwise it counts as a black control picture, or as a white mask."""
 
     @property
     def ways(self) -> list[str]:
@@ -323,9 +323,9 @@ class DataConfig(_Section):
     """Text put before every caption, as written (with its spaces). Where a caption has `[trigger]`, the words of
     this text take its place, and nothing is put before it."""
     caption_parts: Literal["auto", "captions", "tags"] = "auto"
-    """What the lines of a text and the entries of a list are. captions: a caption each. tags: tags, which are joined
-    with commas into one caption. auto: a text is one caption, with its line breaks; a list of tags is one caption, a
-    list with a sentence is several, and a picture whose list may be either is rejected."""
+    """The meaning of the lines of a text and the entries of a list. captions: a caption each. tags: tags, which are
+    joined with commas into one caption. auto: a text is one caption, with its line breaks; a list of tags is one
+    caption, a list with a sentence is several, and a picture whose list may be either is rejected."""
     tags: TagsConfig | None = None
     """Add variants of captions that are tag lists, such as `{shuffle: 4, drop: 0.1, keep: 1}`; null: none."""
     image_field: str | None = None
@@ -429,7 +429,7 @@ class SourceConfig(_Section):
     filter: str | None = None
     """As `bucket.filter`, for this source alone."""
     repeats: bool | None = None
-    """Whether the number that a folder begins with multiplies the visits of its pictures, as for kohya's sd-scripts
+    """true: the number that a folder begins with multiplies the visits of its pictures, as for kohya's sd-scripts
     (`10_sks dog`: ten times an epoch; not in the held-out part). null: if all pictures of the source lie in such
     folders; `bucket` says so."""
 
@@ -754,10 +754,10 @@ class TrainConfig(_Section):
     query, key and value as one matrix), weight decay of all parameters, a first step of rate 0, eps of attention. See
     docs/nvlabs.md; default is better where they differ, and has the constants of diffusers' pipeline."""
     activation_checkpointing: Recompute = "auto"
-    """What a block computes again in the backward pass. none: nothing. full: everything; only its inputs are saved.
-    selective: as full, but the results of matrix products that are no wider than their inputs are saved, too. every-K
-    (every-2): full for each K-th block. auto: on a GPU the fastest of none, selective and full that fits, chosen as
-    with `microbatch: auto`; otherwise full."""
+    """The part of a block that is computed again in the backward pass. none: nothing. full: everything; only its inputs
+    are saved. selective: as full, but the results of matrix products that are no wider than their inputs are saved,
+    too. every-K (every-2): full for each K-th block. auto: on a GPU the fastest of none, selective and full that fits,
+    chosen as with `microbatch: auto`; otherwise full."""
     activation_compression: Literal["none", "int8"] = "none"
     """Store saved tensors in 8 bits, 128 values with one scale: the inputs of blocks that recompute, the saved tensors
     of Linear and convolution layers of the others. Not with `selective`."""

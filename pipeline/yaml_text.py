@@ -19,7 +19,8 @@ import yaml
 from pipeline.errors import ConfigError
 
 NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
-"""What PyYAML raises, also for numbers with too many digits, a thirteenth month and lists nested too deeply."""
+"""The errors that PyYAML raises, also for numbers with too many digits, a thirteenth month and lists nested too
+deeply."""
 
 
 MAX_VALUES = 100_000

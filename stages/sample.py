@@ -47,7 +47,7 @@ from pipeline.training import lock
 from pipeline.training.base_weights import first_weights, whole_weights
 
 FOLDER = Path("samples")
-"""Of the pictures, unless another is given."""
+"""The folder of the pictures, unless another is given."""
 SHEET = "contact_sheet.png"
 TABLE = "samples.jsonl"
 CAPTIONS = 8

@@ -42,7 +42,7 @@ T = TypeVar("T")
 _PREDICTION_S = 300
 """Seconds that the other processes wait at least, beside the usual ones, for the predictions of the first."""
 Choice = str | Path | None
-"""Of a checkpoint or a file, as the command line names it."""
+"""The choice of a checkpoint or a file, as the command line names it."""
 
 
 def run(

@@ -6,6 +6,7 @@ Price: every document is read, and the heads of the shards that no commit refers
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache as run_once
 from pathlib import PurePosixPath
 
 from pipeline.cache import copies, index, shard
@@ -136,6 +137,17 @@ def _uncommitted(
         planned, committed: number of a plan -> its units.
     """
 
+    @run_once
+    def records() -> index.RecordIndex:
+        return cache.index(owner)
+
+    def is_spare(path: str) -> bool:
+        """Return whether other shards have every record of a shard."""
+        with skip_damaged():
+            keys = fixed(shard.read_table(cache.files, path).column("key"))
+            return bool(records().present(keys).all())
+        return False
+
     def is_listed(unit: str, by: dict[int, Digests]) -> bool:
         return any(unit in units for units in by.values())
 
@@ -152,16 +164,8 @@ def _uncommitted(
         unit = adopted if is_listed(adopted, planned) or is_listed(adopted, committed) else named
         plans = [number for number, units in planned.items() if unit in units]
         meanwhile = (unit in index.committed(cache.files, owner, number) for number in plans)
-        if is_listed(unit, committed) or any(meanwhile) or (not plans and _is_spare(cache, owner, path)):
+        if is_listed(unit, committed) or any(meanwhile) or (not plans and is_spare(path)):
             continue
         problem = "is not committed" if plans else "is in no plan, and other shards lack records of it"
         because = f"encode or bucket was stopped there, or a {'commit' if plans else 'plan'} was lost"
         yield Finding(path, f"unit {unit} of this shard {problem}: {because}", fix=f"{ENCODE}, or {BUCKET} as before")
-
-
-def _is_spare(cache: Cache, owner: str, path: str) -> bool:
-    """Return whether other shards have every record of a shard."""
-    with skip_damaged():
-        keys = fixed(shard.read_table(cache.files, path).column("key"))
-        return bool(cache.index(owner).present(keys).all())
-    return False

@@ -41,7 +41,7 @@ class HeadObject:
     """One JSON object of a head. A field that is None is not written."""
 
     forms: ClassVar[Mapping[str, Form]] = {}
-    """Of fields whose JSON differs from their value."""
+    """The conversions of fields whose JSON differs from their value."""
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:

@@ -40,7 +40,7 @@ IMAGES = pa.schema(
         ("width", pa.int32()),
     ]
 )
-"""Of each picture the place and the target resolution; `item` is null for one that a sample lacks."""
+"""The place and the target resolution of each picture; `item` is null for one that a sample lacks."""
 SCANNED = ["item", "part", "where", "digest", "height", "width", "reject", "pictures"]
 """The columns of a scan that `image_work` reads."""
 CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])

@@ -38,7 +38,7 @@ from pipeline.sources.source import Source
 from pipeline.work.progress import Progress
 
 _BLANK = {"control": "black", "mask": "white"}
-"""What stands for a further picture that a sample lacks."""
+"""The mark of a further picture that a sample lacks."""
 ENLARGED, CROPPED = 2.0, 1 / 3
 """Pictures that are enlarged by more, or lose more of their area, are counted (`fit_notes`)."""
 

@@ -19,7 +19,7 @@ VIEW_WORDS = 8
 """16-bit words of the hash of a view. Words 0 to 7: the whole picture; 8 to 15: its inner part."""
 WORDS = 2 * VIEW_WORDS
 BITS = 16 * VIEW_WORDS
-"""Of a view: the highest distance, and the highest quality."""
+"""The limits of a view: the highest distance, and the highest quality."""
 GRID = 4
 VIEW_COLOURS = GRID * GRID
 """16-bit words of the colours of a view, of its cells row by row: the low byte is Cb + 128, the high byte Cr + 128."""

@@ -20,7 +20,7 @@ CONSTANTS = {"ROWS": ROWS, "BLOCK": 256, "num_warps": 4}
 """BLOCK: channels of a program, value and gate counted separately. `_column` is written for four rows."""
 
 SUM_CONSTANTS = {"SUM_BLOCK": 128, "num_warps": 1}
-"""Of the kernel that adds up the parts; its programs are few, so narrow."""
+"""The block of the kernel that adds up the parts; its programs are few, so narrow."""
 
 
 @triton.jit

@@ -179,7 +179,8 @@ def _place(weights: Weights) -> tuple[Path | None, _Repository, str | None]:
 def sizes(weights: Weights) -> dict[str, int] | None:
     """List name -> bytes of the hub's files of a model; None if the hub cannot be reached."""
     repository = _Repository.of(weights)
-    return _listed_sizes(repository) or (_listed_sizes(replace(repository, folder="")) if repository.folder else None)
+    found = _listed_sizes(repository)
+    return _listed_sizes(replace(repository, folder="")) if found == {} and repository.folder else found
 
 
 def _listed_sizes(repository: _Repository) -> dict[str, int] | None:

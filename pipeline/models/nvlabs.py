@@ -36,7 +36,7 @@ CROSS_HEADS = {1152: 16, 2240: 20}
 _HEAD = 32
 _FIRST = "x_embedder.proj.weight"
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What torch.compile, FSDP and checkpointing put into the names of what they wrap."""
+"""The words that torch.compile, FSDP and checkpointing put into the names of what they wrap."""
 
 _rebuild = np.zeros(0).__reduce__()[0]
 _ARRAYS: list[Any] = [

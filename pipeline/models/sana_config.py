@@ -24,9 +24,9 @@ from pipeline.models.spec import SANA, DrawnValues, ModelSpec, Values
 
 CLASS_NAME = SANA
 GLU_PARAMETERS = ("conv_inverted.weight", "conv_inverted.bias", "conv_depth.weight", "conv_depth.bias")
-"""Those whose rows have another order in diffusers' files."""
+"""The parameters whose rows have another order in diffusers' files."""
 _CONTROLNET_LAYERS = 7
-"""Of diffusers' `SanaControlNetModel`."""
+"""The blocks of diffusers' `SanaControlNetModel`."""
 _SINUSOID = 256
 """Width of the timestep's embedding before its layers."""
 

@@ -28,7 +28,7 @@ _CACHED_SHAPES = 4
 _SHOWN = 8
 
 Inputs = Mapping[str, Tensor]
-"""Of the whole model, by name."""
+"""The inputs of the whole model, by name."""
 Hidden = tuple[Tensor, ...]
 """Between two stages."""
 

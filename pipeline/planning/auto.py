@@ -33,7 +33,7 @@ FIXED: dict[str, Any] = {"microbatch": 8, "activation_checkpointing": "full"}
 _SIZES = ("dp_replicate", "dp_shard", "tp_size", "pp_size")
 _EACH = "parallel.reduce_each_microbatch"
 _DECIDED = (*(f"parallel.{name}" for name in (*_SIZES, "offload")), _EACH, "microbatch", "activation_checkpointing")
-"""What a search decides, as names below `train`."""
+"""The options that a search decides, as names below `train`."""
 
 
 def decide(

@@ -31,7 +31,7 @@ CONTEXT, NCCL, FRAGMENTATION = 0.8 * GIB, 0.4 * GIB, 0.04
 """Bytes of the CUDA context with cuBLAS and cuDNN (on a CPU: of the interpreter with its libraries), of NCCL's buffers,
 and the share of short-lived memory that the allocator loses by rounding; estimates."""
 COMPRESSION, CHANNELS, TEXT_WIDTH = 32, 32, 2304
-"""Of Sana's VAE and text encoder, where no snapshot says."""
+"""The shapes of Sana's VAE and text encoder, where no snapshot says."""
 _RELEASED: dict[str, dict[str, Any]] = {
     "Sana_600M": {
         "num_layers": 28,

@@ -33,7 +33,7 @@ PARAMETERS, GRADIENTS, OPTIMIZER, EMA = "parameters", "gradients", "optimizer", 
 INPUTS, ACTIVATIONS, TEMPORARIES, BUFFERS = "inputs", "activations", "temporaries", "buffers"
 HOST = "host"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, EMA, ACTIVATIONS, TEMPORARIES, BUFFERS, INPUTS)
-"""What memory of a device is for. activations: made in the forward pass. temporaries: made in the backward pass or by
+"""The use of a device's memory. activations: made in the forward pass. temporaries: made in the backward pass or by
 the optimizer. buffers: gathered parameters and what is sent. inputs: text, latents and noise."""
 LASTING = (PARAMETERS, OPTIMIZER, EMA)
 MATMUL, DEPTHWISE, ATTENTION, ELEMENTWISE, CASTS = "matmul", "depthwise", "attention", "elementwise", "casts"

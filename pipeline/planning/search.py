@@ -29,8 +29,8 @@ from pipeline.planning.recorder import BUFFERS, GRADIENTS, LASTING
 from pipeline.training.remedies import LADDER, OFFLOAD, accepted, changed, flags
 
 AXES = frozenset(("parallel", "offload", "microbatch", "reduce", "activation_checkpointing"))
-"""What can be varied. parallel: the data-parallel layout. offload: of the parameters, where nothing fits without.
-reduce: gradients after each microbatch; over several processes where no microbatch fits without."""
+"""The options that can be varied. parallel: the data-parallel layout. offload: of the parameters, where nothing fits
+without. reduce: gradients after each microbatch; over several processes where no microbatch fits without."""
 MARGIN = 0.1
 """Share of a GPU's memory that is left free, beside the estimates of context and fragmentation."""
 CHECKPOINTING = ("full", "selective", "none")

@@ -15,7 +15,7 @@ from pipeline.reporting.plots import number_text
 from pipeline.reporting.source_pictures import Embedded
 
 COLUMNS = 168
-"""Of the grid along the axis of losses and pictures."""
+"""The columns of the grid along the axis of losses and pictures."""
 ROWS = 60
 """Limit on the rows of a table; the page names the number of the others."""
 

@@ -23,7 +23,7 @@ from pipeline.reporting.blocks import COLUMNS, ROWS, Block, Card, Prompt, Table
 from pipeline.reporting.sections import FIRST, SECTIONS, Section, headline
 
 _MARK, _HEAD = b'<meta name="generator" content="sana-pipe ', 300
-"""What marks a page as ours, within its first bytes."""
+"""The mark of the product's pages, within its first bytes."""
 _KINDS: dict[str, type] = {"plots": Markup, "lines": str, "tables": Table, "prompts": Prompt, "cards": Card}
 
 

@@ -25,7 +25,7 @@ from pipeline.training.metrics import read_events
 
 JOURNAL = "metrics.jsonl"
 ORIGIN = "from.json"
-"""What `train --from` wrote into a run directory: the checkpoint that it began from."""
+"""The file that `train --from` wrote into a run directory: the checkpoint that it began from."""
 SUMMARY = "summary.json"
 POINTS = 400
 CURVES = (

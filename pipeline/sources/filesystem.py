@@ -42,7 +42,7 @@ POINTERS = (
         "is a link that was copied as text: copy the files (cp -rL), or fetch them anew (hf download --local-dir DIR)",
     ),
 )
-"""What small files hold that stand in place of a file, and the reason."""
+"""The contents of small files that stand in place of a file, and the reason."""
 
 
 class Unreadable(OSError):

@@ -33,8 +33,8 @@ _FORMS = (
     (r"^((?:.*/)?)[a-z][-a-z_. ]*([0-9][^/]*)$", r"\1\2"),
     (r"^(.*[^/])[-_. ][a-z]+$", r"\1"),
 )
-"""What is removed from the names of pictures, one after the other: nothing, a word at the beginning, all letters before
-a digit, a word at the end."""
+"""The parts that are removed from the names of pictures, one after the other: nothing, a word at the beginning, all
+letters before a digit, a word at the end."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class NoCaption(Reject):
 
 
 Content = str | dict[str, Any] | Reject
-"""Of a caption file; a Reject says why it cannot be used."""
+"""The content of a caption file; a Reject says why it cannot be used."""
 
 
 def captions_of(

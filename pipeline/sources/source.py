@@ -134,7 +134,7 @@ class Source(ABC):
     """Selects this class when the source is opened again."""
 
     filesystem: Filesystem
-    """Of its files."""
+    """The filesystem of its files."""
 
     named: tuple[str, ...] = ()
     """The file, if the user named a single one; it may be a link that leads out of its folder."""
@@ -176,7 +176,7 @@ class Source(ABC):
     """Files beside the source that are not part of it, by kind."""
 
     ignored: Kinds = Kinds()
-    """What the last listing skipped, by kind, with `left_out`: files, members and captions."""
+    """The files, members and captions that the last listing skipped, by kind, with `left_out`."""
 
     @property
     def location(self) -> str:
@@ -361,7 +361,7 @@ class FilesSource(Source):
     """
 
     WHERE: re.Pattern[str]
-    """What `Place.where` of its items matches."""
+    """The pattern that `Place.where` of its items matches."""
 
     def __init__(self, filesystem: Filesystem, files: Iterable[str], rule: CaptionRule, name: str):
         self.filesystem, self.rule, self.name = filesystem, rule, name
@@ -420,13 +420,13 @@ class Format(ABC):
     """The way in which a format is recognised and opened; `formats.FORMATS` lists all of them."""
 
     endings: tuple[str, ...] = ()
-    """Of its files, without the dot."""
+    """The endings of its files, without the dot."""
 
     named_endings: tuple[str, ...] = ()
     """Further endings that a file may have which the user names."""
 
     is_listing = False
-    """Whether a file only lists pictures: in a folder it counts at the top alone, and if `names` says something."""
+    """True if a file only lists pictures: in a folder it counts at the top alone, and if `names` says something."""
 
     replaces = ""
     """The format that a folder shows, too, whose files are parts of this one."""

@@ -73,7 +73,7 @@ _REMOVE = "remove this folder, and --resume auto takes the checkpoint before it"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False)
 """Names that are not trained are in no checkpoint; that all others are there is checked by DCP."""
 IN_BACKGROUND = True
-"""Whether training goes on while a checkpoint is written."""
+"""True: training goes on while a checkpoint is written."""
 _OF_TRAINING = ("dropout",)
 """Settings of an adapter that decide how it is trained, not what it is; they may change."""
 Sections = Mapping[str, Mapping[str, Tensor]]

@@ -45,7 +45,7 @@ LADDER: tuple[Remedy, ...] = (
         "saved tensors in half the bytes or less; rounds the gradients",
     ),
 )
-"""What costs more than time; the cheapest first."""
+"""The settings that cost more than time; the cheapest first."""
 OFFLOAD: Remedy = ({"parallel.offload": "all"}, "parameters and optimizer in host memory; much slower")
 
 

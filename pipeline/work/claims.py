@@ -30,8 +30,8 @@ BEATS = 6
 """Beats in `stale_s`; a slow file system may lose five of them."""
 
 State = Literal["free", "ours", "claimed", "alive"]
-"""What an observer knows of a claim. free: it can be taken. ours: this process has it. claimed: another process has it.
-alive: another process has it, and wrote a beat since the last look."""
+"""The state of a claim, as an observer knows it. free: it can be taken. ours: this process has it. claimed: another
+process has it. alive: another process has it, and wrote a beat since the last look."""
 
 
 class Claims:

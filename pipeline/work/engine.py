@@ -25,7 +25,7 @@ from pipeline.work.progress import Progress
 from pipeline.work.stop import Stop
 
 FEW_UNITS = 8
-"""Of so many units it is asked one by one whether they are committed; of more by a listing."""
+"""Up to so many units are looked up one by one; more are listed."""
 
 Item = TypeVar("Item")
 Work = list[tuple[WorkPlan, Unit]]

@@ -2,8 +2,8 @@
 
 A test that needs a small unit or a short wait calls `set_constants(monkeypatch, {"pipeline.work.claims.GRACE_S": 1})`.
 Children read the values from their environment: `forked.Forked` after its fork, other interpreters in
-`site/sitecustomize.py`, as soon as the module is imported. A constant is read in its module only (or imported from it
-by name before nothing was set): what another module has imported by name keeps its value in this process.
+`site/sitecustomize.py`, as soon as the module is imported. In this process only the module itself reads the new value:
+a module that has imported the constant by name keeps the old one.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from pipeline.models.adapters import Adapter, Merged
 from pipeline.models.spec import ModelSpec, Values
 
 PREFIX = "controlnet."
-"""Of the names of its parameters."""
+"""The prefix of its parameters' names."""
 FOLDER = "controlnet"
-"""Of an export."""
+"""The folder of an export."""
 _OUTPUTS = f"{PREFIX}controlnet_blocks."
 _ZERO = _OUTPUTS, f"{PREFIX}input_block."
 

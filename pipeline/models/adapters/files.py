@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 COMFYUI_STEM = "comfyui_lora"
-"""Of a file that is given no other name."""
+"""The name of a file that is given no other."""
 _NOT_APPLIED = re.compile(r"\.attn2\.norm_[qk]\.")
 """Parameters of ours that ComfyUI's nodes for Sana load and never apply."""
 PEFT_FILE, PEFT_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-"""Of a folder that PEFT's `save_pretrained` writes."""
+"""The files of a folder that PEFT's `save_pretrained` writes."""
 _COMFYUI = "diffusion_model."
 
 
