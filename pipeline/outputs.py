@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.cache.cache import Cache
 from pipeline.cache.disk import file_digest
 from pipeline.config import Config
 from pipeline.errors import UserError
+from pipeline.locations import cache_location
 from pipeline.options import flat
 
 _READ = ("id", "start", "image_root", "caches", "cache")
@@ -37,7 +37,7 @@ def inputs(config: Config) -> Iterator[tuple[str, Path]]:
                 yield name, Path(place).resolve()
     if "://" not in config.cache:
         with suppress(UserError, OSError):
-            cache = Cache.if_there(config)
+            cache = cache_location(config).open_if_there()
             for source in cache.sources() if cache is not None else ():
                 root = str((cache.last_scan(source) or {}).get("root", "")) if cache is not None else ""
                 if root and "://" not in root and Path(root).exists():

@@ -12,10 +12,10 @@ from typing import Any
 import click
 
 from pipeline.amounts import amount, duration, figure
-from pipeline.cache.cache import Cache
 from pipeline.config import Config
 from pipeline.errors import print_error
 from pipeline.gpus import GIB
+from pipeline.locations import cache_location
 from pipeline.planning import auto, extent
 from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Time, by_share
@@ -56,7 +56,7 @@ def run(config: Config, options: Options) -> int:
     """
     machine = auto.named(options.gpu, options.gpu_memory, options.gpus, options.nodes)
     predicting.check_precision(config, machine)
-    opened = None if options.snapshot is None else Cache.of(config).open_snapshot(options.snapshot)
+    opened = None if options.snapshot is None else cache_location(config).open().open_snapshot(options.snapshot)
     for note in () if opened is None else unused_records(config, opened):
         click.echo(note, err=True)
     data = Data.of(config, opened)

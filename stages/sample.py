@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from pipeline import outputs
-from pipeline.cache.cache import Cache
 from pipeline.cache.prompts import spread
 from pipeline.cache.snapshot import Head
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import check_compiler, gpus, resolve_device, set_tf32
+from pipeline.locations import cache_location
 from pipeline.metrics.trackers import PictureTrackers
 from pipeline.models.adapters import Adapter, adapter_from
 from pipeline.models.encoders import vae_shape
@@ -94,7 +94,7 @@ def run(
     """
     outputs.check(config, FOLDER if out is None else out)
     config, stored, controlled = _trained(config, checkpoint, ema)
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     opened = cache.open_snapshot(snapshot)
     if controlled is not None and CONTROL not in opened.pictures:
         raise ConfigError(
@@ -385,7 +385,7 @@ def decode(config: Config, latents: Path, out: Path) -> int:
 def recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, TextRecipe | None]:
     """The recipes that a model was trained with; None if its snapshot is not in the cache."""
     try:
-        cache = Cache.if_there(config)
+        cache = cache_location(config).open_if_there()
         if cache is not None:
             head = Head.read(cache.files, snapshot)
             return head.recipe(LatentRecipe), head.recipe(TextRecipe)

@@ -23,6 +23,7 @@ from pipeline.errors import ConfigError
 from pipeline.launch import Launch, check_compiler, detect, resolve_device
 from pipeline.loader import shard_prefetch
 from pipeline.loader.schedule import Schedule
+from pipeline.locations import cache_location
 from pipeline.models.spec import ModelSpec
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0
 from pipeline.parallel.mesh import agreed_device, open_mesh, reopening
@@ -119,7 +120,7 @@ def _for_the_smallest(config: Config, launch: Launch, machine: Machine, function
 
 
 def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
-    cache, launch, log = Cache.of(config), call.launch, call.log
+    cache, launch, log = cache_location(config).open(), call.launch, call.log
     resumed, chosen = _start(config, cache, call, snapshot)
     continued = None if resumed is None or resumed.begins else resumed.document
     opened = cache.open_snapshot(chosen)

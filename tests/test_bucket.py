@@ -41,6 +41,7 @@ from pipeline.images import buckets
 from pipeline.loader.loader import Loader
 from pipeline.loader.planner import Planner
 from pipeline.loader.schedule import Schedule
+from pipeline.locations import cache_location
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import filters, join, selection
@@ -958,9 +959,10 @@ def test_caches_on_disks_and_in_object_stores_mix(
     of = config(here, mirror, f"bucket.caches=['{there}']", "bucket.batch=10")
     summary = report(of, capsys)
     assert summary["samples"] == 60
-    assert list(audit.verify(Cache.of(of))) == []
+    cache = cache_location(of).open()
+    assert list(audit.verify(cache)) == []
     loader = Loader(
-        Cache.of(of).open_snapshot(),
+        cache.open_snapshot(),
         loader_settings(microbatch=10, stop_step=int(summary["steps_per_epoch"])),
     )
     seen = {i for parts, _ in loader for batch in parts for i in batch.sample_ids}

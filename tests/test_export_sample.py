@@ -124,7 +124,7 @@ def test_a_finished_run_says_what_has_changed_since_and_keeps_its_trigger_word(
         train.run(config, resume="auto")
     with pytest.raises(UserError, match=both):
         chain.check_unchanged(config)
-    cache, document = Cache.of(config), checkpoints.read_document(trained.checkpoint)
+    cache, document = Cache(config.cache), checkpoints.read_document(trained.checkpoint)
     assert changes.since(config, cache, document, document.state.snapshot) == []
     other = changed(config, tmp_path, "model.arch=null", "model.weights={id: other}", "vae.id=gone")
     assert "model.weights.id" in "".join(changes.since(other, cache, document, document.state.snapshot))

@@ -29,7 +29,8 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.gpus": "errors",
         "pipeline.processes": "errors urls",
         "pipeline.counters": "",
-        "pipeline.outputs": "config errors options cache",
+        "pipeline.locations": "config cache",
+        "pipeline.outputs": "config errors options cache locations",
         "pipeline.retrying": "errors counters",
         "pipeline.cache": "config errors urls counters retrying",
         "pipeline.metrics": "errors options counters processes cache",
@@ -51,9 +52,9 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.reporting": "config errors options yaml_text amounts processes cache signals sources images models"
         " snapshots loader encoding training",
         "pipeline.cli": "config errors options launch processes sources.formats stages",
-        "stages": "config errors options outputs yaml_text gpus amounts urls launch processes retrying cache metrics"
-        " signals"
-        " sources images models snapshots loader work parallel encoding training planning reporting demo",
+        "stages": "config errors options locations outputs yaml_text gpus amounts urls launch processes retrying cache"
+        " metrics signals sources images models snapshots loader work parallel encoding training planning reporting"
+        " demo",
     }.items()
 }
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may import it

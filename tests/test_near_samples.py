@@ -250,7 +250,7 @@ def test_view_names_the_samples_that_look_the_same(
 
 def test_hashes_are_read_a_part_at_a_time(config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     of = config()
-    snapshot = Cache.of(of).open_snapshot(stages.bucket.run(of))
+    snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
     whole, asked, read = near_samples.hashes_of(snapshot), list[int](), list[int]()
     columns, read_batch = Snapshot.columns, ShardReader.read_batch
     monkeypatch.setattr(near_samples, "CHUNK_ROWS", 3)

@@ -148,7 +148,7 @@ def test_of_a_scan_only_what_is_shown_is_read(made: Made, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Cache, "table", noted)
     collect(made.config)
-    cache = Cache.of(made.config)
+    cache = Cache(made.config.cache)
     sample_view.describe(cache, cache.open_snapshot(), 0)
     assert len(asked) == 3 and "captions" not in set.union(*asked)
 
@@ -206,7 +206,7 @@ def test_new_samples_are_those_that_the_earlier_snapshot_lacked(made: Made) -> N
     assert (new["earlier"], new["new"], new["old"], new["removed"]) == (made.reports["round1"]["snapshot"], 1, 7, 0)
     assert new["sources"] == {"photos": {"new": 1, "old": 7}}
     assert sum(row["new"] for row in new["buckets"]) == 1
-    snapshot = Cache.of(made.config).open_snapshot()
+    snapshot = Cache(made.config.cache).open_snapshot()
     tokens = {snapshot.source_item(row)[1]: tokens_of(snapshot, row)[0] for row in range(len(snapshot))}
     of_new = tokens.pop("new.png")
     assert new["mean_tokens"] == {"new": of_new, "old": pytest.approx(np.mean([*tokens.values()]))}
@@ -562,7 +562,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(made: Made, run_copy: 
 
 
 def test_a_thumbnail_is_never_larger_than_its_picture(made: Made) -> None:
-    photos = SourcePictures(made.config.data, Cache.of(made.config))
+    photos = SourcePictures(made.config.data, Cache(made.config.cache))
     sizes = [
         each and each.size
         for each in (photos.thumbnail("photos", "small.png"), photos.thumbnail("photos", "5.png", 36))
@@ -731,7 +731,7 @@ def test_the_gallery_shows_decoded_latents_beside_their_pictures(
     assert "gallery" in page.sections and "no latents were decoded" not in page.shown
     alts = [values["alt"] for tag, values in page.tags if tag == "img"]
     assert alts.count("decoded latent") == alts.count("source") == 3
-    snapshot = Cache.of(made.config).open_snapshot()
+    snapshot = Cache(made.config.cache).open_snapshot()
     for row in (1, 4, 6):
         assert f"photos: {snapshot.source_item(row)[1]}" in page.shown and f"{snapshot.sample_id(row)}" in page.shown
 
@@ -924,7 +924,7 @@ def test_a_file_name_finds_its_only_picture_in_any_folder(tmp_path: Path) -> Non
     names = ["cats/1.png", "dogs/1.png", "dogs/2.png", "2.png.jpg", "dogs/big-3.png"]
     synthetic.add(of, "one", [synthetic.Picture(name, name) for name in names])
     bucket.run(of)
-    cache = Cache.of(of)
+    cache = Cache(of.cache)
     snapshot = cache.open_snapshot()
     for text in ("2.png", "one: 2.png"):
         assert snapshot.source_item(sample_view.find(cache, snapshot, text)) == ("one", "dogs/2.png")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from pipeline.cache.cache import Cache
+from pipeline.cache.cache import Cache, CacheLocation
 from pipeline.cache.keys import key_bytes
 from pipeline.cache.prompts import NAME, PromptSet, newest
 from pipeline.cache.shard import ShardReader
@@ -88,7 +88,7 @@ def encode_prompts(
         config = config.model_copy(update={"data": data})
         words += ["--data", str(folder), "--format", "folder"]
     _run(config, work, "encode", *words, what="the process that encodes the prompts")
-    cache = Cache.of(config)
+    cache = CacheLocation(config.cache, config.mirror, config.patience_s).open()
     made = newest(cache, NAME)
     assert made is not None
     return made, None if picture is None else _latent(cache, size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.cache.cache import Cache
+from pipeline.cache.cache import Cache, CacheLocation
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.status import status
 from pipeline.config import Config
@@ -55,7 +55,7 @@ def collect(
         figures["run"] = run_figures(folder, earlier=compare is None)
     try:
         if with_data:
-            cache = Cache.of(config)
+            cache = CacheLocation(config.cache, config.mirror, config.patience_s).open()
             figures["cache"] = status(cache)
             opened = cache.open_snapshot(snapshot or _trained_on(cache, figures["run"]))
         else:
