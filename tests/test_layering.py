@@ -143,6 +143,40 @@ def test_no_test_imports_another_test() -> None:
     assert borrowed == []
 
 
+def circular(root: Path) -> list[str]:
+    """Modules that import themselves through others, also inside functions and for types alone."""
+    modules = {here for here, _ in _imported(root)}
+    left: dict[str, set[str]] = {here: set() for here in modules}
+    for here, target in _imported(root):
+        while target not in modules and target:
+            target = target.rpartition(".")[0]
+        left[here] |= {target} - {here, ""}
+    while ends := {here for here, targets in left.items() if not targets}:
+        left = {here: targets - ends for here, targets in left.items() if here not in ends}
+    used = set[str]().union(*left.values())
+    while tops := left.keys() - used:
+        left = {here: targets for here, targets in left.items() if here not in tops}
+        used = set[str]().union(*left.values())
+    return sorted(left)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert [module for module in circular(ROOT) if not _within(module, "pipeline.models")] == []
+
+
+def test_a_planted_circle_is_named(tmp_path: Path) -> None:
+    """Also one for types, below a module that is in no circle, and above another."""
+    (tmp_path / "pipeline").mkdir()
+    for name, line in {
+        "top": "from pipeline.one import x",
+        "one": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pipeline.two import x",
+        "two": "def f():\n    from pipeline import one, end",
+        "end": "",
+    }.items():
+        (tmp_path / f"pipeline/{name}.py").write_text(line + "\n")
+    assert circular(tmp_path) == ["pipeline.one", "pipeline.two"]
+
+
 PRIVATE_USES = 26
 """Places where tests name what a module keeps to itself. May go down, never up: make the name public, or test the
 behaviour."""
