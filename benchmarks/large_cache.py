@@ -32,7 +32,6 @@ import pyarrow.compute as pc
 from benchmarks import s3_listing
 from benchmarks.report import resident
 from pipeline.cache import arrow, audit, garbage, index, keys, layout, scan_table, scratch
-from pipeline.cache import snapshot as snapshots
 from pipeline.cache.cache import Cache
 from pipeline.cache.keys import binary
 from pipeline.cache.layout import Paths
@@ -50,7 +49,7 @@ from pipeline.loader import planner
 from pipeline.processes import run_and_exit
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
-from pipeline.snapshots import join
+from pipeline.snapshots import assemble, frames
 from pipeline.sources import remote
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.caption_rules import instruction
@@ -75,8 +74,8 @@ PER_UNIT = 0
 """Records of a unit; 0: as the configuration says."""
 READ_S = 0.005
 BUFFERS = (
-    *((module, "ROWS") for module in (arrow, scan_rows, join)),
-    *((module, "CHUNK_ROWS") for module in (join, snapshots)),
+    *((module, "ROWS") for module in (arrow, scan_rows, frames)),
+    (assemble, "CHUNK_ROWS"),
     (keys, "BATCH"),
     (index, "BATCH"),
     (scratch, "LIMIT"),

@@ -27,7 +27,7 @@ from benchmarks.reading_simulator import (
     simulate,
 )
 from pipeline.cache import codec
-from pipeline.cache.snapshot import CHUNK_ROWS
+from pipeline.cache.snapshot_samples import CHUNK_ROWS
 from pipeline.config import Config, load
 from pipeline.encoding import estimate, plan
 from pipeline.gpus import card

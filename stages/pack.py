@@ -15,7 +15,7 @@ from pipeline import launch
 from pipeline.amounts import amount
 from pipeline.cache import copies, index
 from pipeline.cache.cache import check_snapshot_name, name_taken
-from pipeline.cache.snapshot import Head
+from pipeline.cache.snapshot_head import Head
 from pipeline.config import Config
 from pipeline.locations import cache_location
 from pipeline.snapshots import heldout, packing

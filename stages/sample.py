@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pipeline import outputs
 from pipeline.cache.prompts import spread
-from pipeline.cache.snapshot import Head
+from pipeline.cache.snapshot_head import Head
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import check_compiler, gpus, resolve_device, set_tf32

@@ -215,13 +215,9 @@ def test_new_samples_are_those_that_the_earlier_snapshot_lacked(made: Made) -> N
 
 
 def test_several_chunks_give_the_numbers_of_one(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from pipeline.cache import snapshot as snapshots
-    from pipeline.snapshots import join
-
     expected = collect(made.config)[0]["snapshot"]
     shutil.copytree(made.root / "cache", tmp_path / "cache")
-    for module in (snapshots, join):
-        monkeypatch.setattr(module, "CHUNK_ROWS", 3)
+    monkeypatch.setattr("pipeline.snapshots.assemble.CHUNK_ROWS", 3)
     config = made.config.model_copy(update={"cache": str(tmp_path / "cache")})
     bucket.run(config, name="chunks")
     data = collect(config, snapshot="chunks")[0]["snapshot"]

@@ -25,7 +25,8 @@ from pipeline.cache.scratch import Scratch
 from pipeline.cache.status import status
 from pipeline.errors import CacheError, NoSpaceError
 from pipeline.snapshots import selection
-from pipeline.snapshots.join import Frame, Joined
+from pipeline.snapshots.frames import Frame
+from pipeline.snapshots.join import Joined
 from tests.support.lowered import lower_limits
 from tests.support.synthetic import TABLE
 

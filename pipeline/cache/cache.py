@@ -24,7 +24,8 @@ from pipeline.cache.arrow import parquet_batches, write_parquet
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe, recipe_class
-from pipeline.cache.snapshot import Head, Snapshot, check_files
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import Head, check_files
 from pipeline.cache.snapshot_lists import ENTRIES, EntryList, publish
 from pipeline.config import MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, UserError

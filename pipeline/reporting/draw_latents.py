@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from pipeline.cache.prompts import PromptSet
-from pipeline.cache.snapshot import Caption, Sample, Snapshot, TextPlace
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import TextPlace
+from pipeline.cache.snapshot_samples import Caption, Sample
 from pipeline.config import Config
 from pipeline.loader.loader import bf16
 from pipeline.models.adapters import Adapter

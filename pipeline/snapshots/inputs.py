@@ -14,7 +14,8 @@ from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
 from pipeline.signals import Encoders, Signal
 from pipeline.signals.latent import compression
-from pipeline.snapshots.join import BucketTable, EncodedRecords, Resolution
+from pipeline.snapshots.assemble import BucketTable
+from pipeline.snapshots.join import EncodedRecords, Resolution
 
 
 @dataclass(frozen=True)

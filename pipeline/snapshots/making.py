@@ -16,15 +16,17 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.snapshot import HeldOut, Policies
+from pipeline.cache.snapshot_head import HeldOut, Policies
 from pipeline.config import BucketConfig, SourceConfig, setting
 from pipeline.errors import CacheError
 from pipeline.signals.phash import ANEW, HashRecipe
 from pipeline.snapshots import balance, near, near_samples, selection
+from pipeline.snapshots.assemble import Assembled, assemble, folder_repeats
 from pipeline.snapshots.duplicates import Duplicates, Named, unused
 from pipeline.snapshots.filters import Filter
+from pipeline.snapshots.frames import Frame
 from pipeline.snapshots.inputs import Inputs
-from pipeline.snapshots.join import Assembled, Frame, Joined, assemble, folder_repeats, join, usable, without_policy
+from pipeline.snapshots.join import Joined, join, usable, without_policy
 from pipeline.snapshots.near import Report
 
 PAD_TEXT_MULTIPLE = 16
