@@ -483,8 +483,8 @@ def test_two_processes_decide_alike(words: list[str], tmp_path: Path) -> None:
 
 
 def tables() -> list[tuple[list[str], list[str]]]:
-    """Commands of docs/planning.md and the lines that the page shows for them."""
-    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    """Commands of docs/guides/training-big.md and the lines that the page shows for them."""
+    text = (ROOT / "docs/guides/training-big.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```console\n([^`]*)```\n\n```\n([^`]*)```", text)
     return [(re.sub(r"\\\n\s*", "", commands).splitlines(), shown.splitlines()) for commands, shown in blocks]
 
