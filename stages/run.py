@@ -171,10 +171,8 @@ def check_unchanged(config: Config) -> None:
     output = Path(config.train.output)
     folder = checkpoint.newest(output / "checkpoints")
     if folder is not None:
-        cache = Cache.of(config)
-        changes.refuse(
-            output, changes.since(config, cache, checkpoint.read_document(folder), cache.snapshot_of("latest"))
-        )
+        cache, document = Cache.of(config), checkpoint.read_document(folder)
+        changes.refuse(output, changes.since(config.model.weights, cache, document, cache.snapshot_of("latest")))
 
 
 def _options(stage: str, given: Given, path: str | None, overrides: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 
 from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Snapshot
-from pipeline.config import Config, ParallelConfig
+from pipeline.config import Config, ParallelConfig, reads, written
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch, check_compiler, detect, resolve_device
 from pipeline.loader import shard_prefetch
@@ -32,10 +32,10 @@ from pipeline.planning.predict import Data, Machine
 from pipeline.processes import follow_with
 from pipeline.reporting import run_pictures
 from pipeline.training import changes, checkpoint, summary
-from pipeline.training.build import architecture_of, with_text
+from pipeline.training.build import architecture_of, text_layout
 from pipeline.training.checkpoint import Document
 from pipeline.training.inputs import Inputs, find_inputs, task_of
-from pipeline.training.task import Context, Log, Report
+from pipeline.training.task import Context, Log, Report, TrainingTask, WrittenConfiguration
 from pipeline.training.trainer import fit
 
 T = TypeVar("T")
@@ -134,27 +134,38 @@ def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
         config = _with_steps(config, opened, 0 if resumed is None else resumed.phase)
         log(f"{config.train.steps} steps: train.epochs of this snapshot")
     if snapshot is None and continued is not None and continued.state.step >= config.train.steps:
-        lines = changes.since(config, cache, continued, cache.snapshot_of("latest"))
+        lines = changes.since(config.model.weights, cache, continued, cache.snapshot_of("latest"))
         changes.refuse(Path(config.train.output), lines)
     config = _as_encoded(config, cache, opened, log)
     config, inputs = find_inputs(config, cache, opened, resumed, log)
     data = Data.of(config, opened)
     device = agreed_device(launch, config.patience_s, partial(_device, config, launch, log))
-    config = with_text(config, device)
+    config = config.with_train(text=text_layout(config.train, device))
     if config.train.undecided:
         config = _decided(config, inputs, launch, device, data, continued, log)
 
     def predicted(context: Context) -> Expectation | None:
-        given = context.config
-        return expect(given, lambda: architecture_of(given, context.task), data, device, launch, context.log)
+        shape = partial(architecture_of, config.model, context.task.sample_size)
+        return expect(config, shape, data, device, launch, context.log)
 
     given = replace(
-        task_of(config, inputs, launch, call.quarantine), expect=predicted, accepted=partial(inputs.keep, cache)
+        _task(config, inputs, launch, call.quarantine), expect=predicted, accepted=partial(inputs.keep, cache)
     )
-    report = fit(config, given, launch, resume=call.resume, origin=call.origin, log=log)
+    report = fit(config.train, given, launch, resume=call.resume, origin=call.origin, log=log)
     if launch.is_main and report.stopped_by is None and report.checkpoint is not None:
         _summarize(report.checkpoint, opened, log)
     return report
+
+
+def _task(config: Config, inputs: Inputs, launch: Launch, quarantine: Choice) -> TrainingTask:
+    """The task of a run: its data, and what it needs of the other sections."""
+    return replace(
+        task_of(config, inputs, launch, quarantine),
+        model=config.model,
+        sample=config.sample,
+        written=WrittenConfiguration(written(config), partial(reads, "train")),
+        textfile=config.metrics.textfile,
+    )
 
 
 def _device(config: Config, launch: Launch, log: Log) -> torch.device:
@@ -176,7 +187,7 @@ def _decided(
     as_begun, processes = (None, None) if continued is None else (continued.config, continued.processes)
 
     def shape() -> ModelSpec:
-        return architecture_of(config, task_of(config, inputs, launch))
+        return architecture_of(config.model, task_of(config, inputs, launch).sample_size)
 
     def decide(machine: Machine) -> tuple[Config, list[str]]:
         return auto.decide(config, shape, data, machine, as_begun, processes, log)

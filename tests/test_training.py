@@ -124,7 +124,7 @@ def test_a_rate_that_will_not_do_is_reported(options: dict[str, Any], steps: int
 def test_the_start_of_a_run_says_once_what_its_rate_will_not_do(tmp_path: Path) -> None:
     printed: list[str] = []
     settings = tiny_run.config(tmp_path, steps=3, layers=1, optim={"lr": 1e-5, "warmup_steps": 2})
-    fit(settings, tiny_run.task(settings), Launch(), log=printed.append)
+    fit(settings.train, tiny_run.task(settings), Launch(), log=printed.append)
     notes = [line for line in printed if line.startswith("note: ") and "train.optim" in line]
     assert len(notes) == 2
     assert "--set train.optim.warmup_steps=0" in notes[0]
@@ -371,7 +371,7 @@ def test_some_steps_are_traced(tmp_path: Path, named: str | int, last: int, trac
     options: dict[str, Any] = {"steps": 5, "microbatch": 8}
     plain = tiny_run.config(tmp_path / "plain", **options)
     settings = tiny_run.config(tmp_path / "traced", profile=named, **options)
-    reports = [fit(one, tiny_run.task(one), Launch(), log=lambda line: None) for one in (plain, settings)]
+    reports = [fit(one.train, tiny_run.task(one), Launch(), log=lambda line: None) for one in (plain, settings)]
     assert reports[0].loss == reports[1].loss
     assert not (tmp_path / "plain/profile").exists()
     files = list((tmp_path / "traced/profile").glob("*"))
@@ -749,7 +749,7 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(run: Path, tmp_path: P
     printed: list[str] = []
     fit_tiny(tiny_run.config(run, steps=6), resume=os.path.relpath(run), log=printed.append)
     assert any("nothing to do: 6 steps" in line for line in printed)
-    assert checkpoint.find(tiny_run.config(tmp_path / "other"), str(run)) == run / "checkpoints/step-00000006"
+    assert checkpoint.find(tmp_path / "other", str(run)) == run / "checkpoints/step-00000006"
     (tmp_path / "empty/checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match=naming(tmp_path / "empty")):
         fit_tiny(tiny_run.config(tmp_path / "c", steps=6), resume=tmp_path / "empty")
@@ -790,7 +790,9 @@ def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Pat
     del older["patience_s"]
     del older["train"]["compile"], older["train"]["optim"]["clip"]
     older["train"]["ema"] = {"decay": 0.5}
-    assert build.changed_options(older, new) == ["train.ema: {'decay': 0.5} -> None"], "nobody set what did not exist"
+    assert tiny_run.written_of(new).changed_since(older) == ["train.ema: {'decay': 0.5} -> None"], (
+        "nobody set what did not exist"
+    )
     assert metrics.read(run / "metrics.jsonl")[-1]["lr"] == 1e-5
     model = tiny_run.model(new)
     optimizer = optimizers.build(model, new.train.optim, CPU)
@@ -990,7 +992,7 @@ def test_a_model_and_a_snapshot_that_do_not_fit(tmp_path: Path) -> None:
     settings = tiny_run.config(tmp_path / "run")
     odd = replace(tiny_run.task(settings), text_width=25)
     with pytest.raises(ConfigError, match=r"caption_channels.*24.* 25"):
-        fit(settings, odd, Launch(), log=lambda line: None)
+        fit(settings.train, odd, Launch(), log=lambda line: None)
     assert not (tmp_path / "run").exists()
 
 
@@ -1174,7 +1176,7 @@ def test_no_option_that_decides_the_run_may_differ_between_processes(
     for number, options in enumerate(({}, dict(other), {"trackers": ["tensorboard"]})):
         snapshot, given = options.pop("snapshot", "5eed"), {"steps": 1, "layers": 1, **options}
         settings = tiny_run.config(tmp_path / str(number), **given)
-        fit(settings, tiny_run.task(settings, snapshot=snapshot), Launch(), log=lambda line: None)
+        fit(settings.train, tiny_run.task(settings, snapshot=snapshot), Launch(), log=lambda line: None)
     assert compared[0] != compared[1] and compared[0] == compared[2]
 
 

@@ -55,7 +55,7 @@ def settings(output: Path, steps: int = 3, *, every: int = 1, **train: Any) -> C
 
 def run(config: Config, *, resume: str | None = None, task: TrainingTask | None = None, log: Any = None) -> Report:
     given = task or tiny_run.task(config)
-    return trainer.fit(config, given, Launch(), resume=resume, log=log or (lambda line: None))
+    return trainer.fit(config.train, given, Launch(), resume=resume, log=log or (lambda line: None))
 
 
 def rows(config: Config) -> list[dict[str, Any]]:

@@ -9,12 +9,12 @@ from typing import Any
 from pipeline.cache.cache import Cache
 from pipeline.cache.layout import Paths
 from pipeline.cache.snapshot import Head
-from pipeline.config import Config
+from pipeline.config import StartWeights
 from pipeline.errors import CacheError, UserError
 from pipeline.options import flat, value_at
 from pipeline.training.checkpoint import Document, beginning
 
-_WEIGHTS = tuple(f"model.weights.{name}" for name in ("id", "revision", "variant"))
+_WEIGHTS = ("id", "revision", "variant")
 _PREFIX = "caption_prefix"
 
 
@@ -37,17 +37,18 @@ def prefixes(cache: Cache, head: Head) -> list[str]:
     return list(dict.fromkeys(str(options.get(_PREFIX, "")) for options in read_of(cache, head).values()))
 
 
-def since(config: Config, cache: Cache, document: Document, newest: str | None) -> list[str]:
+def since(weights: StartWeights | None, cache: Cache, document: Document, newest: str | None) -> list[str]:
     """Say what differs between a checkpoint and a run that would begin now.
 
     Args:
+        weights: `model.weights`.
         newest: the snapshot that it would be trained on; None: there is none.
     """
-    now, lines = config.model_dump(mode="json"), []
+    lines = []
     for name in _WEIGHTS:
-        before = value_at(document.config, name)
-        if before != value_at(now, name):
-            lines.append(f"{name}: {before!r} then, {value_at(now, name)!r} now")
+        before, now = value_at(document.config, f"model.weights.{name}"), getattr(weights, name, None)
+        if before != now:
+            lines.append(f"model.weights.{name}: {before!r} then, {now!r} now")
     trained = document.state.snapshot
     if newest not in (None, trained):
         lines.append(f"snapshot: {trained[:12]} then, {str(newest)[:12]} now")

@@ -290,6 +290,7 @@ def task_of(config: Config, inputs: Inputs, launch: Launch, quarantine: str | Pa
         old_samples=None if inputs.old_heldout is None else np.concatenate([*inputs.old_heldout.sample_ids()]),
         pictures=drawn,
         preserved=[bf16(rows) for rows in inputs.preserved],
+        patience_s=config.patience_s,
         check=check,
     )
 
