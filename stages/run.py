@@ -27,6 +27,7 @@ from pipeline.config import LOCAL_NAME, Config, Given, PicturesConfig, reads
 from pipeline.options import flat, put, value_at
 from pipeline.processes import INTERRUPTED, beside, call, command, free_memory, shown
 from pipeline.reporting import run_pictures
+from pipeline.snapshots import provenance
 from pipeline.training import changes, checkpoint, heldout
 
 PROMPTS = "prompts.txt"
@@ -172,7 +173,8 @@ def check_unchanged(config: Config) -> None:
     folder = checkpoint.newest(output / "checkpoints")
     if folder is not None:
         cache, document = Cache.of(config), checkpoint.read_document(folder)
-        changes.refuse(output, changes.since(config.model.weights, cache, document, cache.snapshot_of("latest")))
+        differing = provenance.since(cache, document.state.snapshot, cache.snapshot_of("latest"))
+        changes.refuse(output, [*changes.of_weights(config.model.weights, document), *differing])
 
 
 def _options(stage: str, given: Given, path: str | None, overrides: Sequence[str]) -> list[str]:

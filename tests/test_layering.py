@@ -39,13 +39,13 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.models": "config errors kernels layer_classes",
         "pipeline.kernels": "",
         "pipeline.demo": "errors models",
-        "pipeline.snapshots": "config errors cache signals sources images loader",
+        "pipeline.snapshots": "config errors options cache signals sources images loader",
         "pipeline.loader": "errors amounts cache signals sources",
         "pipeline.work": "config errors amounts terminal counters processes retrying launch cache metrics",
         "pipeline.parallel": "config errors launch kernels layer_classes",
         "pipeline.encoding": "config errors options amounts launch cache signals sources images models work",
         "pipeline.training": "config errors options yaml_text gpus amounts terminal counters processes retrying launch"
-        " cache metrics signals sources models kernels snapshots loader parallel",
+        " cache.disk cache.process_identity cache.layout cache.snapshot metrics models kernels loader parallel",
         "pipeline.planning": "config errors options yaml_text gpus amounts launch cache signals images models kernels"
         " loader parallel training",
         "pipeline.reporting": "config errors options yaml_text amounts processes cache signals sources images models"

@@ -116,6 +116,10 @@ class Resumed(NamedTuple):
         """The number of runs before this one, each begun from the one before; it keys order, noise and captions."""
         return self.document.state.phase + self.begins
 
+    def as_begun(self, option: str) -> Any:
+        """An option below `train` as the run began with it; None: it begins now."""
+        return None if self.begins else value_at(self.document.config["train"], option)
+
     @property
     def began_from(self) -> dict[str, Any] | None:
         """Return it as the documents of the run have it."""
