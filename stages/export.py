@@ -99,10 +99,10 @@ def run(
     out = Path(out).absolute()
     _check_dtype(config, dtype or "fp32")
     if best:
-        folder, loss = checkpoints.find_best(config, checkpoint, ema=ema)
+        folder, loss = checkpoints.find_best(config.train.output, checkpoint, ema=ema)
         print(f"lowest held-out loss of the checkpoints: {loss:.4f}, {folder}", flush=True)
     else:
-        folder = checkpoints.find(config, checkpoint)
+        folder = checkpoints.find(config.train.output, checkpoint)
     document = checkpoints.read_document(folder)
     name = checkpoints.EMA_WEIGHTS if ema else checkpoints.LAST_WEIGHTS
     state = {"weights": name, **document.state.as_dict()}
@@ -118,7 +118,7 @@ def run(
     parts = _parts(config, architecture) if whole else None
     if parts is not None:
         architecture = architecture.with_sample_size(config.data.resolution // parts.compression)
-    weights = whole_weights(config, stored)
+    weights = whole_weights(config.model.weights, config.train.seed, stored)
 
     ending = f"_step_{document.state.step}{'_ema' if ema else ''}"
     about: dict[str, Any] = {"weights": name, "state": document.state, "dtype": dtype}

@@ -21,7 +21,8 @@ from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Time, by_share
 from pipeline.planning.predict import Data, Machine, Prediction
 from pipeline.planning.search import Candidate, NothingFitsError, Search
-from pipeline.training.inputs import unused_records
+from pipeline.snapshots.opening import unused_records
+from pipeline.training.assemble import recipe_of
 from pipeline.training.remedies import flags
 
 
@@ -57,7 +58,7 @@ def run(config: Config, options: Options) -> int:
     machine = auto.named(options.gpu, options.gpu_memory, options.gpus, options.nodes)
     predicting.check_precision(config, machine)
     opened = None if options.snapshot is None else cache_location(config).open().open_snapshot(options.snapshot)
-    for note in () if opened is None else unused_records(config, opened):
+    for note in () if opened is None else unused_records(opened, recipe_of(config.train).pictures):
         click.echo(note, err=True)
     data = Data.of(config, opened)
     shape = predicting.architecture(config, data)

@@ -140,13 +140,13 @@ def run(
 def _trained(config: Config, checkpoint: str, ema: bool) -> tuple[Config, checkpoints.ModelTensors, Adapter | None]:
     """The configuration as of the training, the weights, and the ControlNet among them (None: it has none)."""
     set_tf32(config.train.tf32)
-    stored = checkpoints.ModelTensors(checkpoints.find(config, checkpoint), ema=ema)
+    stored = checkpoints.ModelTensors(checkpoints.find(config.train.output, checkpoint), ema=ema)
     adapter = adapter_from(stored.document.adapter)
     controlled = adapter if adapter is not None and adapter.stays else None
-    trained = checkpoints.as_trained(config, stored.document.config)
-    for line in checkpoints.other_drawing(config, trained):
+    trained = checkpoints.as_trained(config.train, stored.document.config)
+    for line in checkpoints.other_drawing(config.train, trained):
         _log(f"note: drawn as {stored.folder} was trained: {line}")
-    return trained, stored, controlled
+    return config.model_copy(update={"train": trained}), stored, controlled
 
 
 def _columns(
@@ -156,8 +156,9 @@ def _columns(
     is_adapter = stored.document.adapter is not None
     if not is_adapter and scale is not None:
         raise ConfigError(f"{stored.folder} holds a whole model, not an adapter", fix="leave --adapter-scale out")
-    first = partial(whole_weights, config, stored, 0.0) if is_adapter else partial(_first_weights, stored)
-    last = partial(whole_weights, config, stored, 1.0 if scale is None else scale)
+    whole = partial(whole_weights, config.model.weights, config.train.seed, stored)
+    first = partial(whole, 0.0) if is_adapter else partial(_first_weights, stored)
+    last = partial(whole, 1.0 if scale is None else scale)
     return {**({BASE: first} if base else {}), DRAWN: last}
 
 

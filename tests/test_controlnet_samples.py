@@ -176,7 +176,7 @@ def test_a_training_draws_held_out_captions_with_the_controls_of_their_samples(
     assert all(latents[f"{number:04d}-control"].equal(control) for number, control in enumerate(controls))
 
     def plain(number: int, control: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        weights = dict(whole_weights(config, stored, 1.0))
+        weights = dict(whole_weights(config.model.weights, config.train.seed, stored, 1.0))
         given: Any = (set_of_captions, shape, torch.device("cpu"), adapter, control)
         return {"0": draw_latents.draw_prompts(config, stored.architecture, weights, *given)[number]}
 

@@ -124,10 +124,10 @@ def test_a_finished_run_says_what_has_changed_since_and_keeps_its_trigger_word(
         train.run(config, resume="auto")
     with pytest.raises(UserError, match=both):
         chain.check_unchanged(config)
-    cache, document = Cache(config.cache), checkpoints.read_document(trained.checkpoint)
-    assert changes.since(config, cache, document, document.state.snapshot) == []
+    document = checkpoints.read_document(trained.checkpoint)
+    assert changes.of_weights(config.model.weights, document) == []
     other = changed(config, tmp_path, "model.arch=null", "model.weights={id: other}", "vae.id=gone")
-    assert "model.weights.id" in "".join(changes.since(other, cache, document, document.state.snapshot))
+    assert "model.weights.id" in "".join(changes.of_weights(other.model.weights, document))
 
     export.run(config, "auto", tmp_path / "export")
     assert "zwx" not in (tmp_path / "export/README.md").read_text()

@@ -45,7 +45,6 @@ from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.signals import Encoders
 from pipeline.signals.control import ControlRecipe
 from pipeline.signals.mask import MaskRecipe
-from pipeline.training.inputs import find_inputs
 from tests.support.constants import constants, unit_sizes
 from tests.support.loading import loader_settings
 from tests.support.messages import naming
@@ -584,7 +583,7 @@ def test_further_pictures_that_a_training_does_not_use_are_noted(
     for options, unused in (([], {"mask", "control"}), (["train.mask={}"], {"control"})):
         config, lines = configured(make_config, made, *options), list[str]()
         cache = Cache(config.cache)
-        find_inputs(config, cache, cache.open_snapshot(), None, lines.append)
+        stages.train.open_inputs(config, cache, cache.open_snapshot(), None, lines.append)
         assert {kind for kind in ("mask", "control") if any(f"has {kind} records" in line for line in lines)} == unused
         capsys.readouterr()
         stages.plan.run(config, stages.plan.Options(gpu="4090", snapshot="latest"))

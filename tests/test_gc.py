@@ -53,8 +53,9 @@ from pipeline.cache.lost import repair_documents
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, ResourceError, UserError
+from pipeline.loader.inputs import Inputs
 from pipeline.signals.latent import LatentRecipe
-from pipeline.training import inputs
+from pipeline.snapshots import opening
 from tests.support import tiny_cache
 from tests.support.damage import flip
 from tests.support.messages import naming
@@ -893,8 +894,9 @@ def test_everything_that_a_run_reads_is_kept(cache: Cache, monkeypatch: pytest.M
     head, kept = cache.open_snapshot().head, list[str]()
     ids = [cache.add_snapshot(replace(head, left_out={"a reason": number}), None) for number in range(3)]
     monkeypatch.setattr(Cache, "keep", lambda _, snapshot: kept.append(snapshot))
-    monkeypatch.setattr(inputs.heldout, "check_disjoint", lambda *_: None)
-    inputs.Inputs(*map(cache.open_snapshot, ids)).keep(cache)
+    monkeypatch.setattr(opening.heldout, "check_disjoint", lambda *_: None)
+    trained, *heldout = map(cache.open_snapshot, ids)
+    opening.keep(cache, Inputs(trained, 64, *heldout))
     assert kept == ids
 
 

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.options": "",
         "pipeline.yaml_text": "errors",
         "pipeline.config": "errors options urls yaml_text",
-        "pipeline.launch": "config errors",
+        "pipeline.launch": "errors",
         "pipeline.gpus": "errors",
         "pipeline.processes": "errors urls",
         "pipeline.counters": "",
@@ -40,13 +40,13 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.models": "config errors kernels layer_classes",
         "pipeline.kernels": "",
         "pipeline.demo": "errors models",
-        "pipeline.snapshots": "config errors cache signals sources images loader",
+        "pipeline.snapshots": "config errors options cache signals sources images loader",
         "pipeline.loader": "errors amounts cache signals sources",
         "pipeline.work": "config errors amounts terminal counters processes retrying launch cache metrics",
         "pipeline.parallel": "config errors launch kernels layer_classes",
         "pipeline.encoding": "config errors options amounts launch cache signals sources images models work",
-        "pipeline.training": "config errors options gpus amounts terminal counters processes retrying launch cache"
-        " metrics signals sources models kernels snapshots loader parallel",
+        "pipeline.training": "config errors options yaml_text gpus amounts terminal counters processes retrying launch"
+        " cache.disk cache.process_identity cache.layout cache.snapshot metrics models kernels loader parallel",
         "pipeline.planning": "config errors options yaml_text gpus amounts launch cache signals images models kernels"
         " loader parallel training",
         "pipeline.reporting": "config errors options yaml_text amounts processes cache signals sources images models"

@@ -147,7 +147,7 @@ def test_a_preserved_run_resumes_and_differs_from_a_free_one(tmp_path: Path) -> 
     def run(name: str, steps: int, **train: Any) -> list[dict[str, Any]]:
         given = settings(tmp_path / name, steps=steps, save_every=2, **train)
         task = replace(tiny_run.task(given), preserved=[ROWS])
-        fit(given, task, Launch(), resume="auto", log=lambda line: None)
+        fit(given.train, task, Launch(), resume="auto", log=lambda line: None)
         return metrics.read(tmp_path / name / "metrics.jsonl")
 
     one = run("one", 6)
@@ -188,7 +188,7 @@ def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path, monkeypatc
     losses = []
     for how in ("none", "block"):
         given = settings(tmp_path / how, steps=4, compile=how)
-        fit(given, replace(tiny_run.task(given), preserved=[ROWS]), Launch(), log=lambda line: None)
+        fit(given.train, replace(tiny_run.task(given), preserved=[ROWS]), Launch(), log=lambda line: None)
         losses.append([row["loss"] for row in metrics.read(tmp_path / how / "metrics.jsonl")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

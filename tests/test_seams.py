@@ -121,8 +121,8 @@ def test_another_base_and_another_part_are_refused(folder: Path, monkeypatch: py
     given = seams.settings(folder, "low rank, stopped", steps=5)
     whole = tiny_run.task(given)
     with pytest.raises(CheckpointError, match="adapter"):
-        seams.fit(given, whole, Launch(), resume="auto", log=lambda line: None)
-    monkeypatch.setattr(build, "start_values", lambda config, spec: spec.initial(7))
+        seams.fit(given.train, whole, Launch(), resume="auto", log=lambda line: None)
+    monkeypatch.setattr(build, "start_values", lambda weights, seed, spec: spec.initial(7))
     with pytest.raises(CheckpointError, match="another base"):
         seams.run("low rank", given, resume="auto")
 
@@ -252,7 +252,9 @@ def test_readers_draw_what_another_number_of_processes_has_resumed(launched: Pat
         stages.export.run(given, "auto", tmp_path / form, form=form)
     stored = checkpoint.ModelTensors(launched / "dora, resumed" / LAST)
     for name, strength in (("base", 0.0), ("merged", 1.0)):
-        spec.save(whole_weights(given, stored, strength), tmp_path / name, torch.float32)
+        spec.save(
+            whole_weights(given.model.weights, given.train.seed, stored, strength), tmp_path / name, torch.float32
+        )
     base, merged, comfyui, loaded = (
         SanaTransformer2DModel.from_pretrained(tmp_path / name).eval() for name in ("base", "merged", "base", "base")
     )
@@ -298,7 +300,7 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     config = make_config(tmp_path, f"cache={small_cache_copy}", *options)
     snapshot = Cache(small_cache_copy).open_snapshot()
 
-    given = build.architecture_of_weights(config)
+    given = build.architecture_of(config.model, 8)
     assert isinstance(given, pixart.PixArt)
     data, machine = predict.Data.of(config, snapshot), predict.Machine(gpus.card("h100"), 80 << 30, 1)
     assert predict.predict(config.train, given, data, machine).fits

@@ -185,7 +185,7 @@ def architecture(config: Config, data: Data) -> ModelSpec:
         for name, fields in _RELEASED.items():
             if name in weights.id:
                 return spec_of(fields).with_sample_size(side)
-    return architecture_of_weights(config)
+    return architecture_of_weights(weights)
 
 
 def check(train: TrainConfig, shape: ModelSpec, data: Data, gpus: int) -> Layout:
