@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
+from pipeline.cache.cache import Cache
 from pipeline.config import Config
 from pipeline.errors import escaped
 from pipeline.reporting.blocks import plain
@@ -22,7 +24,7 @@ def run(config: Config, run: Path | None = None, snapshot: str | None = None, as
     Returns:
         0.
     """
-    figures, _, _ = collect(config, run=run, snapshot=snapshot)
+    figures, _, _ = collect(Path(config.train.output), partial(Cache.of, config), run=run, snapshot=snapshot)
     if as_json:
         click.echo(json.dumps(figures))
         return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import click
@@ -56,7 +57,9 @@ def run(
     """
     outputs.check(config, out)
     page.check_out(out)
-    figures, cache, opened = collect(config, run=run, snapshot=snapshot, compare=compare)
+    figures, cache, opened = collect(
+        Path(config.train.output), partial(Cache.of, config), run=run, snapshot=snapshot, compare=compare
+    )
     if opened is None and figures["run"] is None:
         raise _nothing(figures["missing"])
     thumbnails = _Thumbnails(config, cache) if pictures and cache is not None else None
@@ -92,7 +95,7 @@ def finish(config: Config, run: Path, file: str) -> int:
     try:
         out = run / PAGE
         page.check_out(out)
-        page.write_report(collect(config, run=run, with_data=False)[0], out, [])
+        page.write_report(collect(run, None, run=run)[0], out, [])
         click.echo(f"report with the losses and pictures: {out.resolve().as_uri()}")
     except Exception as error:
         known = shown(error)

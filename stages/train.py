@@ -18,17 +18,17 @@ import torch
 
 from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Snapshot
-from pipeline.config import Config, ParallelConfig
+from pipeline.config import Config, ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch, check_compiler, detect, resolve_device
 from pipeline.loader import shard_prefetch
 from pipeline.loader.schedule import Schedule
-from pipeline.models.spec import ModelSpec
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0
 from pipeline.parallel.mesh import agreed_device, open_mesh, reopening
 from pipeline.planning import auto
 from pipeline.planning.expectation import Expectation, expect
 from pipeline.planning.predict import Data, Machine
+from pipeline.planning.search import Search
 from pipeline.processes import follow_with
 from pipeline.reporting import run_pictures
 from pipeline.training import changes, checkpoint, summary
@@ -138,7 +138,7 @@ def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
         changes.refuse(Path(config.train.output), lines)
     config = _as_encoded(config, cache, opened, log)
     config, inputs = find_inputs(config, cache, opened, resumed, log)
-    data = Data.of(config, opened)
+    data = Data.of(opened)
     device = agreed_device(launch, config.patience_s, partial(_device, config, launch, log))
     config = with_text(config, device)
     if config.train.undecided:
@@ -146,7 +146,7 @@ def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
 
     def predicted(context: Context) -> Expectation | None:
         given = context.config
-        return expect(given, lambda: architecture_of(given, context.task), data, device, launch, context.log)
+        return expect(given.train, lambda: architecture_of(given, context.task), data, device, launch, context.log)
 
     given = replace(
         task_of(config, inputs, launch, call.quarantine), expect=predicted, accepted=partial(inputs.keep, cache)
@@ -173,23 +173,23 @@ def _decided(
     log: Log,
 ) -> Config:
     """The configuration with values for what is `auto`."""
-    as_begun, processes = (None, None) if continued is None else (continued.config, continued.processes)
+    begun = None if continued is None else auto.Begun(continued.config["train"], continued.processes)
 
-    def shape() -> ModelSpec:
-        return architecture_of(config, task_of(config, inputs, launch))
+    def decide(machine: Machine) -> tuple[TrainConfig, list[str]]:
+        def search() -> Search:
+            return Search(architecture_of(config, task_of(config, inputs, launch)), data, machine, config.bears)
 
-    def decide(machine: Machine) -> tuple[Config, list[str]]:
-        return auto.decide(config, shape, data, machine, as_begun, processes, log)
+        return auto.decide(config.train, machine, search, begun, log)
 
     machine = auto.present(device, launch)
     if launch.world > 1 and config.train.undecided != ("compile",):
         chosen, lines = _for_the_smallest(config, launch, machine, decide)
     else:
         chosen, lines = decide(machine)
-    chosen, more = auto.decide_compile(chosen, device, as_begun)
+    chosen, more = auto.decide_compile(chosen, device, begun)
     for line in (*lines, *more):
         log(line)
-    return chosen
+    return config.model_copy(update={"train": chosen})
 
 
 def _start(config: Config, cache: Cache, call: _Call, snapshot: str | None) -> tuple[checkpoint.Resumed | None, str]:

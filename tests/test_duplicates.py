@@ -24,10 +24,10 @@ from pipeline.cache.keys import sample_ids
 from pipeline.cache.scratch import Scratch
 from pipeline.config import Config
 from pipeline.errors import UserError
-from pipeline.reporting.figures import collect
 from pipeline.snapshots import duplicates, heldout, selection
 from pipeline.snapshots.duplicates import Duplicates, Named
 from pipeline.snapshots.join import Frame, Joined
+from tests.support.reports import collect
 
 MakeConfig = Callable[..., Config]
 SIGNALS = "encode.signals=[phash]"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeline.config import Config, TrainConfig, reads, written
+from pipeline.config import Config, StartWeights, TrainConfig, reads, written
 from pipeline.errors import ConfigError
 from pipeline.models import hub
 from pipeline.models.adapters import adapter_of
@@ -193,13 +193,12 @@ def architecture_of(config: Config, task: TrainingTask) -> ModelSpec:
     """The model's shape: that of the weights, or `model.arch`."""
     if config.model.arch is not None:
         return spec_from_arch(config.model.arch, task.sample_size)
-    return architecture_of_weights(config)
+    assert config.model.weights is not None
+    return architecture_of_weights(config.model.weights)
 
 
-def architecture_of_weights(config: Config) -> ModelSpec:
+def architecture_of_weights(weights: StartWeights) -> ModelSpec:
     """The shape of `model.weights`, from its `config.json`."""
-    weights = config.model.weights
-    assert weights is not None
     return spec_at(hub.resolve(weights, ("config.json",)), weights.variant)
 
 
