@@ -28,7 +28,7 @@ _DECODER = "vae.decoder"
 
 def inputs(config: Config) -> Iterator[tuple[str, Path]]:
     """The files and folders on a disk that a configuration reads, with the option that names each; last the sources of
-    its cache."""
+    its cache. It walks all options of all sections, since any of them may name a file."""
     for name, value in flat(config.model_dump()):
         if name != _DECODER and name.rpartition(".")[2] not in _READ:
             continue
@@ -50,6 +50,7 @@ def check(
     """Refuse a place to write to that is an input of the configuration, or lies in one.
 
     Args:
+        config: with all options, as in `inputs`.
         whole: everything at `out` is replaced, so no input may lie below it either.
         option: names `out`.
         sources: that are not in the cache yet.

@@ -26,9 +26,10 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.models.adapters import adapter_from
 from pipeline.reporting import draw_latents, encoder_process, further_figures
 from pipeline.reporting.draw_latents import SnapshotTensors
-from pipeline.reporting.figures import collect
 from pipeline.training import checkpoint
 from pipeline.training.base_weights import whole_weights
+from tests.support.drawings import draw_prompts
+from tests.support.reports import collect
 from tests.support.workers.drawings import distance, drawn
 
 pytestmark = pytest.mark.slow
@@ -177,8 +178,8 @@ def test_a_training_draws_held_out_captions_with_the_controls_of_their_samples(
 
     def plain(number: int, control: torch.Tensor | None) -> dict[str, torch.Tensor]:
         weights = dict(whole_weights(config.model.weights, config.train.seed, stored, 1.0))
-        given: Any = (set_of_captions, shape, torch.device("cpu"), adapter, control)
-        return {"0": draw_latents.draw_prompts(config, stored.architecture, weights, *given)[number]}
+        given: Any = (set_of_captions, shape, adapter, control)
+        return {"0": draw_prompts(config, stored.architecture, weights, *given)[number]}
 
     for number, control in enumerate(controls[:2]):
         made = {"0": latents[f"{number:04d}"]}

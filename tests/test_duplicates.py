@@ -24,11 +24,11 @@ from pipeline.cache.keys import sample_ids
 from pipeline.cache.scratch import Scratch
 from pipeline.config import Config
 from pipeline.errors import UserError
-from pipeline.reporting.figures import collect
 from pipeline.snapshots import duplicates, heldout, selection
 from pipeline.snapshots.duplicates import Duplicates, Named
 from pipeline.snapshots.frames import Frame
 from pipeline.snapshots.join import Joined
+from tests.support.reports import collect
 
 MakeConfig = Callable[..., Config]
 SIGNALS = "encode.signals=[phash]"

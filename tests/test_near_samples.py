@@ -27,10 +27,10 @@ from pipeline.cache.shard import ShardReader
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, IntegrityError
-from pipeline.reporting.figures import collect
 from pipeline.snapshots import frames, heldout, near_samples, selection
 from pipeline.snapshots.near import DISTANCE
 from tests.support.constants import set_constants, unit_sizes
+from tests.support.reports import collect
 
 MakeConfig = Callable[..., Config]
 SIZE = "encode.signals=[phash]"

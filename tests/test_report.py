@@ -32,13 +32,14 @@ from pipeline.demo import small_models
 from pipeline.errors import CacheError, UserError
 from pipeline.reporting import data_figures, plots, run_figures, sample_view
 from pipeline.reporting import page as reporting_page
-from pipeline.reporting.figures import collect
+from pipeline.reporting.figures import collect as figures_of
 from pipeline.reporting.sections import SECTIONS
 from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.training import metrics
 from stages import bucket, encode, inspect, report, train, view
 from tests.support import drawings, synthetic, tiny_cache
 from tests.support.messages import naming
+from tests.support.reports import collect
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=http://evil.example/x.png onerror=alert(1)>"
 CAPTIONS = ("A red square", HOSTILE, "a blue field " * 200, "a yellow wall", "a grey road", "a white door")
@@ -298,7 +299,7 @@ def test_the_runs_that_a_run_began_from_are_parts_of_it(made: Made, tmp_path: Pa
             (folder / run_figures.ORIGIN).write_text(json.dumps(values))
 
     def names(**which: Any) -> list[str]:
-        figures = collect(made.config, run=folders[2], with_data=False, **which)[0]
+        figures = figures_of(folders[2], None, run=folders[2], **which)[0]
         assert ("earlier" in figures["missing"]) == bool(figures["run"]["lost"])
         return [part["name"] for part in figures["run"]["parts"]]
 
