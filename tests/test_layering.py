@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.parallel": "config errors launch kernels layer_classes",
         "pipeline.encoding": "config errors options amounts launch cache signals sources images models work",
         "pipeline.training": "config errors options yaml_text gpus amounts terminal counters processes retrying launch"
-        " cache.disk cache.process_identity cache.layout cache.snapshot metrics models kernels loader parallel",
+        " cache.disk cache.process_identity cache.layout cache.snapshot_head metrics models kernels loader parallel",
         "pipeline.planning": "config errors options yaml_text gpus amounts launch cache signals images models kernels"
         " loader parallel training",
         "pipeline.reporting": "config errors options yaml_text amounts processes cache signals sources images models"
