@@ -33,7 +33,7 @@ class Inputs:
 
     Attributes:
         caches: the cache of the configuration, then `bucket.caches`.
-        scans: by source, also of sources that are not used.
+        scans: last scans by source, also of sources that are not used.
         unused: sources of weight 0.
         resolutions: one after the other, they are `table`.
         options: what the configuration says, as `Head.options`.
@@ -59,7 +59,7 @@ def open_caches(location: CacheLocation, others: Sequence[str], dry_run: bool) -
     caches = [location.open(create=bool(others) and not dry_run), *opened]
     places = [cache.place for cache in caches]
     if len(set(places)) < len(places):
-        raise UserError("bucket.caches names a cache twice, or the one of `cache`", found=", ".join(places))
+        raise UserError("bucket.caches names a cache twice, or the one that `cache` names", found=", ".join(places))
     return caches
 
 
