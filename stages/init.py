@@ -149,7 +149,8 @@ class _Looked:
         source = open_source(data, of_source, patience_s=config.patience_s)
         offered, shapes = source.rule.offered, buckets.table(config.data, predict.COMPRESSION)
         try:
-            with survey.scanning_of(config, source, None, shapes, False, scan_rows.from_header) as (scanned, _):
+            settings = survey.ScanSettings(config.data, config.encode.workers, shapes)
+            with survey.scanning_of(source, None, settings, scan_rows.from_header) as (scanned, _):
                 table = scanned.table()
         except UserError:
             if field is not None or not offered or not source.rule.is_default:
@@ -191,7 +192,7 @@ def _refuse(config: Config, each: _Looked, data: Sequence[str], options: Options
         words += ["--force"] * options.force
         return shown("init", *words, *(["--out", str(options.out)] if _config(options) else []))
 
-    if understood.settles(config, "pictures"):
+    if understood.settles(config._data_given, "pictures"):
         reached = options.trigger is not None or not each.taken.captioned
         if not any(text.startswith("data.caption=") for text in options.overrides) and any(
             given is not None for _, given in config.data.pictures
@@ -439,7 +440,7 @@ def _cache_bytes(config: Config, looked: _Looked) -> int:
     def count(texts: Sequence[str]) -> list[int]:
         return [estimate.likely_rows(text, len(each.encode())) for each in texts]
 
-    return estimate.sizes(work, config, text, count).total
+    return estimate.sizes(work, text, count).total
 
 
 def _config(options: Options) -> list[str]:

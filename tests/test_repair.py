@@ -28,10 +28,12 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.encoding import unit_records
+from pipeline.encoding.encoder_settings import EncoderSettings
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
+from pipeline.signals import Encoders
 from pipeline.signals.text import TextRecipe
 from tests.support import tiny_cache
 from tests.support.damage import flip
@@ -368,7 +370,9 @@ def test_each_recipe_is_compared_with_the_encoder_that_is_loaded(
     commit = index.commits(cache.files, recipe.name, 0)[0]
     unit = next(unit for unit in plan.units if unit.unit == commit.unit)
     only = {row["key"] for row in audit.record_rows(cache, commit)}
-    encoder = UnitEncoder(make_config(tmp_path), cache, {}, check=True)
+    config = make_config(tmp_path)
+    settings = EncoderSettings(Encoders(config.vae, config.text), config.encode, config.data.max_pixels)
+    encoder = UnitEncoder(settings, cache, {}, check=True)
     rows = cache.unit_rows(plan, unit)
     assert list(encoder.remake(plan, unit, commit, only, rows))
     with pytest.raises(CacheError) as caught:

@@ -22,7 +22,7 @@ from pipeline.cache.findings import BACKUP, Finding, Replaced
 from pipeline.cache.keys import as_keys
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe
-from pipeline.config import Config
+from pipeline.config import DataConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import unit_records
 from pipeline.encoding.scan import reopen
@@ -47,15 +47,25 @@ def repair_table(cache: Cache, recipe: str, plan: int, name: str) -> bool:
 class Repairs:
     """Repairs shards of a cache. One encoder at a time is in memory.
 
-    An adopted shard is linked or copied again if a cache of `bucket.caches` has it; only otherwise it is encoded.
+    An adopted shard is linked or copied again if another cache has it; only otherwise it is encoded.
 
     Args:
+        encoder: makes the records of the cache again; it is given sources as they are needed.
+        data: the settings with which sources are opened that were not scanned into this cache.
+        other_caches: opens the caches that shards were adopted from (`bucket.caches`), where a shard needs them.
         locations: source name -> where it is now, for sources that have moved since the scan.
     """
 
-    def __init__(self, config: Config, cache: Cache, locations: Mapping[str, str]):
-        self.config, self.cache, self.locations = config, cache, locations
-        self.encoder = UnitEncoder(config, cache, {}, check=True)
+    def __init__(
+        self,
+        encoder: UnitEncoder,
+        data: DataConfig,
+        other_caches: Callable[[], list[Cache]],
+        locations: Mapping[str, str],
+    ):
+        self.encoder, self.data, self.locations = encoder, data, locations
+        self.cache = encoder.cache
+        self._open_others = other_caches
         self._indexes: dict[str, Callable[[], index.RecordIndex]] = {}
 
     def unit(self, finding: Finding, replaced: Replaced) -> str:
@@ -83,7 +93,7 @@ class Repairs:
 
     @cached_property
     def _others(self) -> list[Cache]:
-        return Cache.others_of(self.config)
+        return self._open_others()
 
     def _brought(self, name: str, digest: str) -> bool:
         """Take over an adopted shard again. Returns whether another cache has it intact."""
@@ -134,7 +144,7 @@ class Repairs:
             if name in self.encoder.sources:
                 continue
             try:
-                source = reopen(self.cache, name, self.config.data, self.locations.get(name))
+                source = reopen(self.cache, name, self.data, self.locations.get(name))
             except UserError as error:
                 raise UserError(
                     f"damaged records of pictures need source {name!r}: {error.what}",

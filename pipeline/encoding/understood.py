@@ -25,7 +25,7 @@ from pipeline.cache.arrow import batches, spread_rows
 from pipeline.cache.cache import Cache
 from pipeline.cache.prompts import has_words
 from pipeline.cache.scan_table import ABSENT, places
-from pipeline.config import Config, DataConfig, setting
+from pipeline.config import DataConfig, DataGiven, setting
 from pipeline.encoding import remarks
 from pipeline.encoding.reading import Reading
 from pipeline.errors import UserError, escaped
@@ -256,19 +256,18 @@ def _joining(pattern: Pattern, understood: Understood) -> str | None:
     return f"as {pattern.kind}: {pair.command(source.location, '')}, and then the same command"
 
 
-def settles(config: Config, option: str) -> bool:
+def settles(given: DataGiven, option: str) -> bool:
     """Return whether the user gives an option of `data`, or of a section of this name."""
-    given = config._data_given
     return option in {name.partition(".")[0] for name in (*given.overridden, *given.named)}
 
 
-def refuse(understood: Understood, config: Config, scan: pa.Table, cache: Cache | None) -> None:
+def refuse(understood: Understood, given: DataGiven, scan: pa.Table, cache: Cache | None) -> None:
     """`check` for `encode`, where a default caption or a prefix reaches pictures that are likely something else.
 
     Args:
-        config: with which the source is read. cache: which knows what an earlier scan accepted.
+        given: the origin of the settings. cache: which knows what an earlier scan accepted.
     """
-    data, source = config.data, understood.source
+    data, source = understood.data, understood.source
 
     def command(settings: Sequence[str]) -> str:
         return f"the same command with {' '.join(map(_option, settings))}"
@@ -276,10 +275,10 @@ def refuse(understood: Understood, config: Config, scan: pa.Table, cache: Cache 
     document = None if cache is None else cache.last_scan(source.name)
     if document is None:
         check_loose(understood)
-        if not settles(config, "caption"):
+        if not settles(given, "caption"):
             check_lists(understood)
     has_further = any(each is not None for _, each in data.pictures)
-    if understood.patterns and (has_further or (data.caption is not None and not settles(config, "pictures"))):
+    if understood.patterns and (has_further or (data.caption is not None and not settles(given, "pictures"))):
         accepted: list[Pattern] = []
         if cache is not None and document is not None:
             before = cache.table(document["table"], ["item", "captions", "reject"])
@@ -288,7 +287,7 @@ def refuse(understood: Understood, config: Config, scan: pa.Table, cache: Cache 
             accepted = name_patterns.further(before.column("item"), _has_caption(before, data, source.name))
         if not has_further:
             check(understood, command, accepted)
-        elif "caption" not in config._data_given.overridden and (document or not settles(config, "caption")):
+        elif "caption" not in given.overridden and (document or not settles(given, "caption")):
             check_rest(understood, command, data.caption is not None, accepted)
     option = "caption_prefix" if data.caption_prefix.strip() else "caption"
     word = getattr(data, option) or ""
@@ -296,7 +295,7 @@ def refuse(understood: Understood, config: Config, scan: pa.Table, cache: Cache 
     if document is not None or not reached or word in ("", "none", "filename", "folder"):
         return
     if name_patterns.is_regularisation(source.name):
-        if option == "caption" and option not in config._data_given.overridden:
+        if option == "caption" and option not in given.overridden:
             raise UserError(
                 f"source {source.name!r} is called like regularisation pictures, and its captions would be "
                 f"{word!r} (data.caption) like those of the subject",
@@ -304,7 +303,7 @@ def refuse(understood: Understood, config: Config, scan: pa.Table, cache: Cache 
                 fix=f"without it: {command([f'data.caption={class_of(word)}'])}; with it: "
                 f"{command([f'data.caption={word}'])}",
             )
-    elif understood.regularisation and not settles(config, "pictures"):
+    elif understood.regularisation and not settles(given, "pictures"):
         raise UserError(
             f"the folder {understood.regularisation[0].value!r} of source {source.name!r} is called like "
             f"regularisation pictures, and its captions would get {word!r} (data.{option}) like those of the subject",
@@ -322,18 +321,18 @@ def without_trigger(reading: Reading, name: str, scan: dict[str, Any] | None) ->
     Args:
         name: of the source. scan: its last scan document.
     """
-    config, prefix = reading.config, reading.config.data.caption_prefix
+    prefix = reading.data.caption_prefix
     used = (scan or {}).get("read", {}).get("used", {}).get("caption_prefix", "")
-    given = "caption_prefix" in config._data_given.overridden or used.strip()
+    given = "caption_prefix" in reading.given.overridden or used.strip()
     if not prefix.strip() or given or not name_patterns.is_regularisation(name):
         return reading
-    data = config.data.model_copy(update={"caption_prefix": ""})
+    data = reading.data.model_copy(update={"caption_prefix": ""})
     note = (
         f"source {name!r} is called like regularisation pictures: its captions are made without data.caption_prefix "
         f"({setting('data.caption_prefix', prefix)} gives it to them, too)"
     )
     notes = [each for each in reading.notes if "data.caption_prefix" not in each]
-    return replace(reading, config=config.model_copy(update={"data": data}), notes=(*notes, note))
+    return replace(reading, data=data, notes=(*notes, note))
 
 
 def places_of(understood: Understood) -> tuple[str, str]:
