@@ -28,13 +28,12 @@ from pipeline.cache.cache import Cache, WorkPlan
 from pipeline.cache.files import Files
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of
 from pipeline.config import Config
-from pipeline.encoding import estimate, image_batch, last_scan, scan_rows, unit_encoder
+from pipeline.encoding import estimate, image_batch, last_scan, refusals, scan_rows, understood, unit_encoder
 from pipeline.encoding import plan as planning
 from pipeline.encoding import prompts as prompting
 from pipeline.encoding import rejects as rejecting
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import survey as surveying
-from pipeline.encoding import understood as understanding
 from pipeline.encoding.encoder_settings import EncoderSettings
 from pipeline.encoding.fragments import Fragments, ScanSuperseded
 from pipeline.encoding.reading import Reading
@@ -161,7 +160,7 @@ def dry_run(
             times = estimate.times(work, sizes, speed, config.encode.workers, tasks)
         free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
         report = estimate.report(source, work, sizes, free, disk_space.RESERVE, times)
-        taken = understanding.of(source, survey.scan, config.data)
+        taken = understood.of(source, survey.scan, config.data)
         fit = [
             *taken.lines(config.data, caption_of(recipes).normalisation),
             *surveying.fit_notes(survey.scan, survey.table, config.data),
@@ -173,7 +172,7 @@ def dry_run(
     most, rejects = config.encode.max_reject_rate, work.rejects
     if rejecting.too_many(report["items"], rejects.total, rejecting.faults(survey.scan), most):
         rejecting.refuse(source, report["items"], rejects, most, "look at the reasons above", None, taken.remedy)
-    understanding.refuse(taken, reading.given, survey.scan, survey.cache)
+    refusals.refuse(taken, reading.given, survey.scan, survey.cache)
     return NoSpaceError.exit_code if report["enough_space"] is False else 0
 
 
@@ -516,9 +515,9 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
     faults = rejecting.faults(table)
     rejects = len(table) - table.column("reject").null_count
     most = config.encode.max_reject_rate
-    taken = understanding.of(source, table, config.data)
+    taken = understood.of(source, table, config.data)
     rejecting.check(cache, source, table.num_rows, Rejects(work.table, rejects), faults, most, taken.remedy)
-    understanding.refuse(taken, run.reading.given, table, cache)
+    refusals.refuse(taken, run.reading.given, table, cache)
     digest = cache.put_table(table)
     cache.add_scan(
         source.name,

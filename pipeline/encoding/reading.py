@@ -83,6 +83,11 @@ class Reading:
         return {"read": parts} if any(parts.values()) else {}
 
 
+def settles(given: DataGiven, option: str) -> bool:
+    """Return whether the user gives an option of `data`, or of a section of this name."""
+    return option in {name.partition(".")[0] for name in (*given.overridden, *given.named)}
+
+
 def settled(asked: Reading, name: str, scan: dict[str, Any] | None) -> Reading:
     """Say how to read a source.
 

@@ -26,7 +26,7 @@ from pipeline.encoding import estimate, last_scan, scan_rows
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
 from pipeline.encoding.reading import Reading, settled
-from pipeline.encoding.understood import without_trigger
+from pipeline.encoding.regularisation import without_trigger
 from pipeline.errors import UserError, escaped
 from pipeline.images import buckets, decoding
 from pipeline.signals.latent import compression
