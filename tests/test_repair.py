@@ -174,6 +174,26 @@ def test_a_second_damage_beside_a_replaced_record_is_repaired(cache: Cache, veri
     assert verified() == (0, [])
 
 
+def test_the_worked_example_of_a_repair(cache: Cache, verified: Callable[..., Any]) -> None:
+    """As in the comment of `Repairs._unit`."""
+    same, other, (path, rows, _) = encoder(cache, 0), encoder(cache, 1), latents(cache)
+    whole, recipe, encoded = path.read_bytes(), cache.recipes("latent")[0].name, list[set[bytes]]()
+
+    def encode(of: object, plan: WorkPlan, unit: Unit, commit: index.Commit, only: set[bytes], *rest: Any) -> Any:
+        encoded.append(only)
+        return other(of, plan, unit, commit, only, *rest)
+
+    b, a = (row["key"] for row in rows[:2])
+    for row in rows[:2]:
+        flip(path, row["offset"])
+        assert ("shards", layout.REPAIR, "replaced") in verified(encode)[1]
+    assert encoded == [{b}, {b, a}]
+    plans = [plan for plan in cache.plans(recipe) if plan.number]
+    keys = [cache.unit_rows(plan, unit).column("key").to_pylist() for plan in plans for unit in plan.units]
+    assert keys == [[b], [a]], "the later plan has b already"
+    assert verified(same)[0] == 0 and path.read_bytes() == whole
+
+
 def test_a_restored_head_hides_no_damaged_records_of_its_snapshot(cache: Cache, verified: Callable[..., Any]) -> None:
     other, (path, rows, _) = encoder(cache, 1), latents(cache)
     flip(path, rows[0]["offset"])

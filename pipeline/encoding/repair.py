@@ -111,6 +111,13 @@ class Repairs:
         open_index: Callable[[], index.RecordIndex],
         adopted: bool,
     ) -> str:
+        # A shard has the records a, b, c, d, and a later plan has b again. Now a and b are damaged in the shard:
+        #   damaged      a b    both are encoded again, in the batches in which they were first encoded
+        #   unreplaced   a      the only one of them that no other shard has
+        # The shard is written again from the new a, b and the stored c, d. If its bytes are the old ones, the file is
+        # put in its place, and every snapshot is whole ("restored"). If they are others (another card), the old shard
+        # stays damaged and a new plan gets a alone ("replaced"): snapshots that name the shard for a or b are made
+        # again by `bucket`. If a cannot be encoded, as its picture has changed, nothing is written ("failed").
         cache = self.cache
         plan = cache.plan(recipe.name, finding.plan)
         unit = next(unit for unit in plan.units if unit.unit == finding.unit)
