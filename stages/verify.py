@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -16,9 +17,12 @@ from pipeline.cache.findings import BACKUP, Finding, Replaced, named_snapshots, 
 from pipeline.cache.layout import Paths
 from pipeline.cache.lost import repair_documents
 from pipeline.config import Config
+from pipeline.encoding.encoder_settings import EncoderSettings
 from pipeline.encoding.repair import Repairs, repair_table
+from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError, expanded
 from pipeline.locations import cache_location
+from pipeline.signals import Encoders
 from pipeline.snapshots import packing
 from pipeline.work.progress import Progress
 
@@ -38,7 +42,7 @@ def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_jso
         UserError: a repair needs a source or a model that is not there. All other damage is repaired first.
     """
     cache = cache_location(config).open()
-    repairs = Repairs(config, cache, dict(_pair(text) for text in data)) if repair else None
+    repairs = _repairs(config, cache, data) if repair else None
     with Progress("files", None) as bar:
         report = _Report(cache, bar, log=not as_json)
         documents = report.add(audit.verify_documents(cache, report.count))
@@ -62,6 +66,13 @@ def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_jso
     if error is not None:
         raise error
     return IntegrityError.exit_code if left else 0
+
+
+def _repairs(config: Config, cache: Cache, data: tuple[str, ...]) -> Repairs:
+    settings = EncoderSettings(Encoders(config.vae, config.text), config.encode, config.data.max_pixels)
+    encoder = UnitEncoder(settings, cache, {}, check=True)
+    others = partial(cache_location(config).open_others, config.bucket.caches)
+    return Repairs(encoder, config.data, others, dict(_pair(text) for text in data))
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -182,6 +182,10 @@ class CacheLocation:
         _refuse_other(files)
         return None
 
+    def open_others(self, roots: Iterable[str]) -> list[Cache]:
+        """Open further caches, which are reached in the same way."""
+        return [replace(self, root=root).open() for root in roots]
+
 
 class Cache:
     """A cache folder.
