@@ -704,7 +704,7 @@ class ValidationConfig(_Section):
     """The loss on held-out samples while a run goes on (see docs/training.md)."""
 
     snapshot: str | None = None
-    """Where the samples are from: a snapshot's name or id. null: the part that was held out of the snapshot that is
+    """Snapshot of the samples, a name or an id. null: the part that was held out of the snapshot that is
     trained on (`bucket.heldout`)."""
     every: Positive = 500
     """Steps between validations; also before the first step and after the last one."""
@@ -734,7 +734,7 @@ class TrainConfig(_Section):
     steps: Steps = 10_000
     """Optimizer steps; null: those of `epochs`."""
     epochs: Positive | None = None
-    """In place of `steps`: epochs of the snapshot, as its batches and weights define one. The run directory has their
+    """Epochs of the snapshot in place of `steps`, as its batches and weights define one. The run directory has their
     number of steps."""
     seed: NotNegative = 0
     """Seed of the order, noise, times, caption choice and caption drop."""
@@ -785,11 +785,11 @@ class TrainConfig(_Section):
     pictures: PicturesConfig | None = None
     """Pictures of captions or prompts; null: none, {}: with its defaults."""
     parallel: ParallelConfig = ParallelConfig()
-    """How the model is parallelized."""
+    """Strategies that divide the model and the batch over processes."""
     text: Literal["padded", "packed"] | None = None
-    """How captions travel to the GPU and are attended to. padded: to the batch's longest. packed: one after the other,
-    without padding (on a GPU: of compute capability 8.0 or newer, in 16 bits; not with a pipeline). null: packed on
-    such a GPU, else padded."""
+    """Layout in which captions travel to the GPU and are attended to. padded: to the batch's longest. packed: one after
+    the other, without padding (on a GPU: of compute capability 8.0 or newer, in 16 bits; not with a pipeline). null:
+    packed on such a GPU, else padded."""
     length_window: NotNegative = 0
     """Batches of a bucket, on average, that are sorted by caption length together (length grouping); 0: none. Part of
     the order, so a run cannot be resumed with another value."""
@@ -802,7 +802,7 @@ class TrainConfig(_Section):
     keep_every: Positive | None = None
     """Keep the checkpoint of every this many steps for ever; a multiple of `save_every`; null: none."""
     trackers: list[Tracker] = ["tensorboard"]
-    """Where metrics go beside `metrics.jsonl`, by accelerate's names."""
+    """Trackers that get the metrics of `metrics.jsonl`, too, by accelerate's names."""
     compile: Literal["auto", "none", "block"] = "auto"
     """block: compile each block with torch.compile, once for all shapes, and what prepares text and timestep. auto:
     block on a GPU of compute capability 8.0 or newer with Triton, unless another option excludes it; else none. A

@@ -437,7 +437,7 @@ def resolve_device(
         if log is not None:
             hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
             why = "this machine has no GPU" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden!r} shows no GPU"
-            log(f"{why}: the CPU is used ({option}=cpu says that this is meant)")
+            log(f"{why}: the CPU is used ({option}=cpu, if that is intended)")
         return torch.device("cpu")
     name = "cuda" if name == "auto" else name
     match = re.fullmatch(r"cuda(?::(\d+))?", name)

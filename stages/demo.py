@@ -57,7 +57,7 @@ def run(out: Path, quick: bool = False) -> int:
     """
     began = time.monotonic()
     out = Path(out)
-    with writing(out, "check the rights, or give another --out"):
+    with writing(out, "check the permissions, or give another --out"):
         _claim(out, quick)
         config = _configuration(out)
         _photographs(out)

@@ -188,7 +188,9 @@ def _form(form: str, architecture: ModelSpec, adapter: Adapter | None) -> str:
     if form not in offered:
         what = f"a whole {architecture.class_name}" if adapter is None else str(adapter)
         way = " (ComfyUI reads it)" if form == "comfyui" and "nvlabs" in offered else ""
-        raise ConfigError(f"--format {form} is not one of {what}", fix=f"--format {offered[-1 if way else 0]}{way}")
+        raise ConfigError(
+            f"--format {form} is not a format of {what}", fix=f"--format {offered[-1 if way else 0]}{way}"
+        )
     return form
 
 
@@ -207,7 +209,7 @@ def _published(out: Path) -> Iterator[Path]:
     """A folder to write into, which takes the place of `out` once it is complete."""
     work = out.with_name(f".{out.name}.partial")
     try:
-        with writing(out, "check the rights, or give another --out"):
+        with writing(out, "check the permissions, or give another --out"):
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
             yield work
@@ -236,7 +238,7 @@ def check_target(config: Config, out: Path, overwrite: bool) -> None:
         raise UserError(what, fix=f"--out {shlex.quote(str(out.with_suffix('')))}")
     earlier = out.with_name(f".{out.name}.old")
     if not os.path.lexists(out) and (earlier / MARK).is_file():  # a kill between the two renames of `_put_in_place`
-        with writing(out, "check the rights, or give another --out"):
+        with writing(out, "check the permissions, or give another --out"):
             os.rename(earlier, out)
     outputs.check(config, out, whole=True)
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):

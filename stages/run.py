@@ -96,7 +96,11 @@ def run(
         with _decoding(config, sampling) if step.words[0] == "train" else nullcontext():
             code, stopped_by = call(step.arguments)
         if code or stopped_by is not None:
-            what = f"was ended by {stopped_by.name};" if stopped_by else f"ended with {code}; once that is fixed,"
+            what = (
+                f"was ended by {stopped_by.name};"
+                if stopped_by
+                else f"ended with exit code {code}; once that is fixed,"
+            )
             click.echo(f"\nstopped: {step} {what} the same command goes on from here", err=True)
             return INTERRUPTED if stopped_by == signal.SIGINT else code
     for line in best(Path(config.train.output)):

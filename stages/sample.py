@@ -174,7 +174,7 @@ def _first_weights(stored: checkpoints.ModelTensors) -> Mapping[str, Tensor] | N
     try:
         return first_weights(stored)
     except UserError as error:
-        _log(f"note: what the run began from is not drawn with it: {error.line}")
+        _log(f"note: the weights that the run began from are not drawn for comparison: {error.line}")
         return None
 
 
@@ -251,7 +251,7 @@ def _working(out: Path | None) -> Iterator[Path]:
         UserError: it cannot be made; pictures of somebody else would be replaced.
     """
     if out is None:
-        with writing(FOLDER, "check the rights, or give --out"):
+        with writing(FOLDER, "check the permissions, or give --out"):
             with tempfile.TemporaryDirectory(prefix=f".{FOLDER.name}-partial-", dir=FOLDER.parent) as beside:
                 yield Path(beside)
         return
@@ -262,7 +262,7 @@ def _working(out: Path | None) -> Iterator[Path]:
             found=there[0].name,
             fix="another --out",
         )
-    with writing(out, "check the rights, or give another --out"):
+    with writing(out, "check the permissions, or give another --out"):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
             yield Path(work)
@@ -385,7 +385,7 @@ def decode(config: Config, latents: Path, out: Path) -> int:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     set_tf32(config.train.tf32)
     decoder = LatentDecoder.load(config.vae, resolve_device(config.encode.device, option="encode.device"))
-    with writing(out, "check the rights, or give another --out"):
+    with writing(out, "check the permissions, or give another --out"):
         out.mkdir(parents=True, exist_ok=True)
         for name, tensor in tensors.items():
             Image.fromarray(decoder.decode(tensor[None])[0]).save(out / f"{name}.png")
@@ -402,7 +402,8 @@ def recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, Text
     except CacheError:
         pass
     _log(
-        f"snapshot {snapshot[:12]} of the training is not in {config.cache}: its encoders are taken for the configured"
+        f"snapshot {snapshot[:12]} of the training is not in {config.cache}: the configured encoders are taken for "
+        "those of the training"
     )
     return None, None
 

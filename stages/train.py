@@ -278,7 +278,7 @@ def _newer(config: Config, cache: Cache, opened: Snapshot, snapshot: str | None)
     if other in (None, opened.id) or snapshot is not None:
         return []
     return [
-        f"the run began with this snapshot and keeps it; the newest is {str(other)[:12]}: to train on that, sana-pipe "
+        f"the run began with this snapshot and keeps it; the newest is {str(other)[:12]}: to train on that: sana-pipe "
         f"train {checkpoint.beginning(Path(config.train.output))}"
     ]
 
@@ -305,7 +305,7 @@ def _with_steps(config: Config, snapshot: Snapshot, phase: int) -> Config:
     steps = Schedule.of(snapshot.head, seed=train.seed, phase=phase).steps_upto(train.epochs)
     if not steps:
         raise ConfigError(
-            f"train.epochs = {train.epochs} of snapshot {snapshot.id[:12]} are no step: no batch fills in them",
+            f"train.epochs = {train.epochs} of snapshot {snapshot.id[:12]} have no step: no bucket fills a batch",
             fix="more train.epochs, train.steps instead, or a snapshot with a smaller bucket.batch",
         )
     return config.with_train(steps=steps, epochs=None)

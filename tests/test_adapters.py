@@ -207,10 +207,10 @@ def test_sets_and_patterns_choose_modules() -> None:
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
-        ({"targets": ["attn1.to_qq"]}, "fits no name of the model(.|\n)*attn1.to_q"),
+        ({"targets": ["attn1.to_qq"]}, "matches no name in the model(.|\n)*attn1.to_q"),
         ({"targets": ["ff.conv_depth"]}, "groups"),
         ({"targets": ["patch_embed.proj"]}, "convolution of pictures"),
-        ({"targets": ["norm1"]}, "fits no name"),
+        ({"targets": ["norm1"]}, "matches no name"),
     ],
 )
 def test_modules_that_cannot_be_adapted_are_refused(adapter: dict[str, Any], message: str) -> None:
@@ -298,8 +298,8 @@ def test_start_files_that_do_not_fit_name_their_keys(tmp_path: Path) -> None:
         tmp_path / "text": "cannot be read",
         tmp_path / "nothing": "cannot be read",
         diffusers_file(tmp_path / "patterns", trained, pattern): r"rank_pattern(.|\n)*model\.weights",
-        tmp_path / "prose": "lora_adapter_metadata is no JSON",
-        tmp_path / "number": "lora_adapter_metadata is no JSON",
+        tmp_path / "prose": "lora_adapter_metadata is not a JSON",
+        tmp_path / "number": "lora_adapter_metadata is not a JSON",
     }
     save_file(half, tmp_path / "prose", {"lora_adapter_metadata": "rank 8"})
     save_file(half, tmp_path / "number", {"lora_adapter_metadata": "8"})

@@ -101,7 +101,7 @@ def test_training_waits_for_a_save_where_main_memory_does_not_hold_a_copy(
     short = tiny_run.config(tmp_path / "short", steps=2, save_every=1)
     fit(short.train, tiny_run.task(short), Launch(), log=said.append)
     assert {*writers} == {threading.main_thread()} and len(writers) == 2
-    assert len([line for line in said if "main memory is short" in line]) == 1
+    assert len([line for line in said if "too little main memory" in line]) == 1
     both = (tmp_path / name / "checkpoints/step-00000002" for name in ("plenty", "short"))
     assert files(next(both)) == files(next(both))
 

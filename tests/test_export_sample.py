@@ -613,7 +613,7 @@ def test_the_base_is_drawn_beside_the_trained_weights_one_model_at_a_time(
     (tmp_path / "later/from.json").unlink()
     sample.run(later, "auto", None, tmp_path / "samples", 3)
     assert list(published.pop()) == ["reconstruction", "drawn"]
-    assert "what the run began from is not drawn" in capsys.readouterr().out
+    assert "the run began from are not drawn" in capsys.readouterr().out
 
 
 def test_the_likeness_says_its_numbers_and_what_a_low_one_means() -> None:

@@ -725,7 +725,7 @@ def test_check_sees_parts_that_do_not_fit(
     assert "to be fetched" in capsys.readouterr().out
     assert check.run(config("train.adapter={targets: [attn1.to_w]}")) == 2
     said = capsys.readouterr().err
-    assert "train.adapter.targets: 'attn1.to_w' fits no name of the model" in said and "attn1.to_" in said
+    assert "train.adapter.targets: 'attn1.to_w' matches no name in the model" in said and "attn1.to_" in said
     assert check.run(config("train.adapter={targets: all}")) == 0
     capsys.readouterr()
     narrowed = (f"model.weights.id={tmp_path / 'narrow'}",)
@@ -739,7 +739,7 @@ def test_check_sees_parts_that_do_not_fit(
     (tmp_path / "vae" / "config.json").write_text(json.dumps({**settings, "latent_channels": 8}))
     assert check.run(config(f"vae.decoder={tmp_path / 'vae'}")) == 2
     said = capsys.readouterr().err
-    assert "a decoder of other latents" in said and "latent channels: 16 | 8" in said and "vae.decoder: null" in said
+    assert "decodes other latents" in said and "latent channels: 16 | 8" in said and "vae.decoder: null" in said
     assert check.run(config("data.buckets=[[60, 64]]")) == 2
     assert check.run(config(f"text.id={root / 'text_encoder'}")) == 2
     assert "no tokenizer" in capsys.readouterr().err

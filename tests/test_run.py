@@ -128,7 +128,7 @@ def test_it_ends_with_the_code_of_the_first_command_that_fails(
     assert scripted(bucket="raise SystemExit(5)", train="raise SystemExit(7)") == 5
     said = capsys.readouterr()
     assert started(said.out) == ["encode", "bucket"]
-    assert "sana-pipe bucket ended with 5" in said.err
+    assert "sana-pipe bucket ended with exit code 5" in said.err
     assert scripted(encode="import os; os.kill(os.getpid(), 9)") == 128 + 9
     assert scripted() == 0
     assert started(capsys.readouterr().out)[-5:] == list(STAGES)

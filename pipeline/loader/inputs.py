@@ -43,7 +43,7 @@ class Inputs:
 
     @property
     def latent(self) -> LatentRecipe:
-        """What decides the latents."""
+        """The recipe of the latents."""
         return self.snapshot.recipe(LatentRecipe)
 
     @property

@@ -282,7 +282,7 @@ class ExactComparison:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return f"vae in {self._vae.dtype}: not compared with fp32, for which the memory does not suffice"
+            return f"vae in {self._vae.dtype}: not compared with fp32, which needs more memory than there is"
         ours, theirs = (from_bits(bits).double().flatten(1) for bits in (self._latents, wanted))
         errors = (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
         return (
@@ -350,7 +350,7 @@ def check_decoder(folder: Path, other: Path) -> None:
     odd = [f"{name}: {a} | {b}" for name, a, b in zip(names, ours, theirs, strict=True) if a != b]
     if odd:
         raise ModelError(
-            f"{other}: is a decoder of other latents than those of {folder} (VAE | decoder)",
+            f"{other}: decodes other latents than {folder} encodes (VAE | decoder)",
             found="; ".join(odd),
             fix="vae.decoder: null, or a decoder of this VAE",
         )

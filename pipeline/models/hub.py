@@ -131,7 +131,7 @@ def look(weights: Weights, *, widest: bool = False) -> Look:
         inside = repository.inside("*") if folder.name == repository.folder else "*"
         command = f"hf download {weights.id}{revision} --include '{inside}'"
         raise ModelError(  # offline, and the cache is incomplete
-            f"the hub cannot be reached, and its local cache does not suffice: {error.what}",
+            f"the hub cannot be reached, and its local cache lacks files: {error.what}",
             expected=error.expected,
             found=error.found,
             fix=f"where the hub can be reached (HF_HUB_OFFLINE unset): {command}",
@@ -220,7 +220,7 @@ def _below(root: Path, repository: _Repository) -> Path:
     inside = sorted(p.name for p in root.iterdir() if p.is_dir())
     raise ModelError(
         f"the {'folder' if Path(repository.id).exists() else 'hub repository'} {repository.id!r} has no folder "
-        f"{repository.folder!r}, and is no model's folder itself",
+        f"{repository.folder!r}, and is not a model's folder itself",
         found=", ".join(inside) if inside else "no folders",
         fix="set `id` to the model's folder, or to a pipeline that has it",
     )

@@ -187,7 +187,7 @@ def config_of(path: Path, stored: Mapping[str, Tensor]) -> SanaShape:
             f"{path} does not hold a Sana transformer of NVlabs' repository",
             expected="x_embedder.proj.weight, ..",
             found=", ".join(sorted(shapes)[:4]) or f"no {_FIRST}",
-            fix="give the folder that it is in: its names are diffusers', which say no shape without config.json"
+            fix="give the folder that it is in: its names are diffusers', and the shape is in the folder's config.json"
             if by_diffusers
             else f"give the file of the transformer alone ({error} is missing)",
         ) from None
@@ -208,7 +208,7 @@ def config_of(path: Path, stored: Mapping[str, Tensor]) -> SanaShape:
     repository = next((part for part in path.parts if part.startswith("models--")), "")
     if "sprint" in (path.name + repository).lower() or (norm and width == min(CROSS_HEADS)):
         raise UserError(
-            f"{path} is by its {'shape' if norm and width == min(CROSS_HEADS) else 'name'} of Sana-Sprint, whose "
+            f"{path} is a model of Sana-Sprint by its {'shape' if norm and width == min(CROSS_HEADS) else 'name'}; its "
             "teachers read timesteps divided by 1000 (timestep_norm_scale_factor)",
             expected="Sana or SANA-1.5",
             fix=f"take the weights of SANA-1.5; if it is another model, put its diffusers config.json at {beside}",

@@ -119,8 +119,8 @@ class SanaConfig(SanaShape, ModelSpec):
             return ""
         return (
             "ComfyUI's nodes for Sana never apply the norms of queries and keys of the cross attention, which this "
-            "model (SANA-1.5) has: it loads there without a word and computes another function (12 % in a tried case); "
-            "draw with diffusers or NVlabs' app"
+            "model (SANA-1.5) has: it loads there without a warning and draws something else (an error of 12 % in a "
+            "test); draw with diffusers or NVlabs' app"
         )
 
     def controlnet(self, layers: int | None = None) -> SanaControlNetConfig:

@@ -149,7 +149,7 @@ def save_weights(
     like = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     files, index = f"{WEIGHTS_STEM}{{suffix}}.safetensors", f"{WEIGHTS_STEM}.safetensors.index.json"
     split = split_torch_state_dict_into_shards(like, filename_pattern=files, max_shard_size=max_shard_bytes)
-    with writing(folder, "check the rights, or write to another folder"):
+    with writing(folder, "check the permissions, or write to another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         for file, names in split.filename_to_tensors.items():
             write_file(folder / file, {name: [name] for name in names}, shapes, state_dict, dtype)
@@ -176,7 +176,7 @@ def save_nvlabs(
     tensors = nvlabs.parts(shapes) | {name: [name] for name in buffers}
     shapes |= {name: tuple(each.shape) for name, each in buffers.items()}
     path = folder / f"{stem}.safetensors"
-    with writing(folder, "check the rights, or write to another folder"):
+    with writing(folder, "check the permissions, or write to another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         write_file(path, tensors, shapes, ChainMap(buffers, state_dict), dtype)  # type: ignore[arg-type]
         with hub.open_tensors(path) as file:  # mapped: the other file needs no memory for the whole model

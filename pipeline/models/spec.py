@@ -180,7 +180,7 @@ class ModelSpec(ABC):
         if not self.tensor_parallel_parts and max(tp_size, pp_size) > 1:
             name = "tp_size" if tp_size > 1 else "pp_size"
             raise ConfigError(
-                f"{self.class_name} is not divided by train.parallel.{name}", fix=f"--set train.parallel.{name}=1"
+                f"{self.class_name} cannot be divided by train.parallel.{name}", fix=f"--set train.parallel.{name}=1"
             )
 
     @property
@@ -231,7 +231,8 @@ class ModelSpec(ABC):
         ):
             if found is not None and found != of_model:
                 raise ConfigError(
-                    f"the model and {what} do not fit: the model's {name} is {of_model}, the {kind} have {found}",
+                    f"the model and {what} do not fit together: the model's {name} is {of_model}, the {kind} have "
+                    f"{found}",
                     fix=fix,
                 )
 
@@ -242,7 +243,7 @@ class ModelSpec(ABC):
         if height % multiple or width % multiple:
             nearest = [max(multiple, round(side / multiple) * multiple) for side in (height, width)]
             raise ConfigError(
-                f"the model draws sides of multiples of {multiple} pixels",
+                f"the model draws pictures whose sides are multiples of {multiple} pixels",
                 found=f"{height}x{width}",
                 fix=option.format(height=nearest[0], width=nearest[1]),
             )

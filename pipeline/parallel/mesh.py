@@ -227,7 +227,7 @@ def _meeting(launch: Launch, limit: timedelta) -> Iterator[dist.Store]:
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"the {launch.world} processes of this launch did not find each other: {reason}",
-            expected=f"all of them at {launch.place} within {limit.total_seconds():g} s (patience_s and {WAIT_S} s), "
+            expected=f"all of them at {launch.place} within {limit.total_seconds():g} s (patience_s plus {WAIT_S} s), "
             f"as {_said(launch)}",
             fix="check that every process was launched, and that the port is reachable and no other program's (for "
             "another port: torchrun --standalone or --master-port PORT, export MASTER_PORT=PORT before srun); "

@@ -100,7 +100,8 @@ def check(blocks: int, shares: Mapping[str, int], microbatch: int, size: int) ->
         f"bucket {wrong[0]}: {first} samples per step and pipeline cannot go through {size} processes"
         + (f" (nor can those of {len(wrong) - 1} other buckets)" if wrong[1:] else ""),
         expected=f"equal microbatches, at least {size} of them",
-        found=f"train.microbatch = {microbatch}: {first // microbatch} of it and {first % microbatch} samples more",
+        found=f"train.microbatch = {microbatch}: {first // microbatch} of this size and {first % microbatch} samples "
+        "more",
         fix=f"train.microbatch = {', '.join(map(str, near))}" if near else other,
     )
 

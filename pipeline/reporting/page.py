@@ -111,7 +111,7 @@ def check_out(out: Path) -> None:
 
 
 def _writing(out: Path) -> AbstractContextManager[None]:
-    return writing(out, "check the rights, or give another --out")
+    return writing(out, "check the permissions, or give another --out")
 
 
 def _not_asked_for(figures: dict[str, Any], gallery: Sequence[Card]) -> dict[str, dict[str, str]]:

@@ -268,7 +268,7 @@ class Watcher:
             self.decoder = LatentDecoder.load(self.vae, device)
         names: dict[str, str | None] = {}
         pictures = dict[str, Image.Image]()
-        with writing(drawing.folder, "check the rights"):
+        with writing(drawing.folder, "check the permissions"):
             drawing.folder.mkdir(exist_ok=True)
             for name, latent in sorted(latents.items()):
                 try:

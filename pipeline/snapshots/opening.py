@@ -60,7 +60,7 @@ def held_out(cache: Cache, snapshot: Snapshot, name: str | None, samples: int, l
     name = name or heldout.find(cache, snapshot)
     if name is None:
         raise ConfigError(
-            f"train.validation: nothing was held out of snapshot {snapshot.id[:12]}, as far as names show",
+            f"train.validation: no snapshot with a name was held out of snapshot {snapshot.id[:12]}",
             fix=f"{_hold_out(snapshot)} (a larger share if there are few pictures), or --set "
             "train.validation.snapshot=NAME, or --set train.validation=null",
         )
@@ -69,7 +69,7 @@ def held_out(cache: Cache, snapshot: Snapshot, name: str | None, samples: int, l
     log(f"validation: {min(len(part), samples)} of {len(part)} samples of snapshot {part.id[:12]}")
     if count := leaked(snapshot, part):
         log(
-            f"warning: {count} of them look like a sample that is trained on, so the loss on them is not of unseen "
+            f"warning: {count} of them look like a sample that is trained on, so their loss is not that of unseen "
             "pictures; sana-pipe bucket --set bucket.heldout=0.01 holds out a part without copies"
         )
     return part
@@ -92,7 +92,7 @@ def earlier_part(cache: Cache, part: Snapshot, earlier: str | None, log: Log) ->
     try:
         old = cache.open_snapshot(earlier)
     except CacheError as error:
-        log(f"note: old and new held-out samples are not told apart: {error.line}")
+        log(f"note: old and new held-out samples cannot be told apart: {error.line}")
         return None
     return None if old.id == part.id else old
 

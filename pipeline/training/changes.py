@@ -28,8 +28,8 @@ def refuse(output: Path, lines: Sequence[str]) -> None:
     """Raise a UserError for a run directory whose checkpoints are of other data or weights than the next run's."""
     if lines:
         raise UserError(
-            f"{output}: its checkpoints are of other data or weights than those of now, so nothing of these was trained"
-            "\n  " + "\n  ".join(lines),
-            fix=f"a round that goes on from it: sana-pipe train {beginning(output)}; or a training from the start: the "
+            f"{output}: its checkpoints were trained on other data or weights than the present ones, so nothing was "
+            "learnt of these\n  " + "\n  ".join(lines),
+            fix=f"to train a further round from it: sana-pipe train {beginning(output)}; to train from the start: the "
             "same command with --set train.output=DIR",
         )

@@ -60,7 +60,7 @@ FORMAT = "sana-pipe checkpoint"
 VERSION = 2
 DOCUMENT = "checkpoint.json"
 ORIGIN = "from.json"
-"""In a run directory: the checkpoint that the run began from (`train --from`)."""
+"""File in a run directory: the checkpoint that the run began from (`train --from`)."""
 LAYOUT = (
     "fp32 master parameters under diffusers' names, GLUMBConv channels interleaved [value 0, gate 0, value 1, gate 1, "
     "...]; moments and averages alike"
@@ -68,7 +68,7 @@ LAYOUT = (
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-(\d{8,})\.[0-9a-f]+\.(tmp|removing)")
 _AGAIN = "--resume auto"
-_FIX = f"check the disk and the rights, then {_AGAIN}"
+_FIX = f"check the disk and the permissions, then {_AGAIN}"
 _REMOVE = "remove this folder, and --resume auto takes the checkpoint before it"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False)
 """Names that are not trained are in no checkpoint; that all others are there is checked by DCP."""
@@ -206,7 +206,9 @@ class Saver:
             self._copies = all(all_gather_objects(not free or free >= needed))
             if not self._copies:
                 about = f"{amount(needed)} for copies, {amount(free)} are free on the first host"
-                self._log(f"note: training waits while a checkpoint is written: main memory is short ({about})")
+                self._log(
+                    f"note: training waits while a checkpoint is written: there is too little main memory ({about})"
+                )
         return self._copies
 
     def wait(self) -> None:
@@ -399,7 +401,7 @@ def _there(folder: Path) -> Iterator[None]:
             raise
         last = newest(folder.parent)
         raise CheckpointError(
-            f"{folder}: is not there any more: a training removes all but its newest checkpoints and the best",
+            f"{folder}: was removed: a training keeps its newest checkpoints and the best",
             found=None if last is None else f"the newest is {last}",
             fix="run the command again with the newest; train.keep_checkpoints and train.keep_every keep more of them",
         ) from None
@@ -419,7 +421,7 @@ def read_document(folder: Path) -> Document:
             digest = values.pop("digest")
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(
-                f"{folder} is no complete checkpoint",
+                f"{folder} is not a complete checkpoint",
                 expected=f"{DOCUMENT} in it",
                 fix=f"give a folder such as RUN/checkpoints/{folder_of(Path(), 500).name}, or restore the file",
             ) from None
@@ -429,13 +431,13 @@ def read_document(folder: Path) -> Document:
             raise CheckpointError(f"{path}: is damaged: {error}", fix=hint) from None
         if values.get("format") != FORMAT or values.get("version") != VERSION:
             raise CheckpointError(
-                f"{path}: is of another format",
+                f"{path}: has another format",
                 expected=f"{FORMAT!r} version {VERSION}",
                 found=f"{values.get('format')!r} version {values.get('version')!r}",
                 fix="use the version of sana-pipe that wrote it",
             )
         if digest != digest_of(values):
-            raise CheckpointError(f"{path}: is damaged: its digest does not fit its text", fix=hint)
+            raise CheckpointError(f"{path}: is damaged: its digest does not match its text", fix=hint)
         given = {field.name: values[field.name] for field in fields(Document) if field.name in values}
         state, architecture = LoaderState.from_dict(values["state"]), spec_of(values["architecture"], str(path))
         return Document(**{**given, "state": state, "architecture": architecture})
@@ -694,7 +696,7 @@ def refuse_runs(folder: Path, option: str) -> None:
     written = {path.parent: last.stat().st_mtime for path in folder.glob("*/checkpoints") if (last := newest(path))}
     if written:
         raise ConfigError(
-            f"{folder} is no run directory: it holds {len(written)}",
+            f"{folder} is not a run directory, but holds {len(written)} of them",
             found=", ".join(sorted(path.name for path in written)),
             fix=f"{option} {shlex.quote(str(max(written, key=written.__getitem__)))} (written last)",
         )
@@ -722,12 +724,15 @@ def find_best(output: str | Path, run: str, *, ema: bool = False) -> tuple[Path,
         ConfigError: no run directory; no checkpoint of it has a held-out loss.
     """
     if run != "auto" and _COMPLETE.fullmatch(Path(run).resolve().name):
-        raise ConfigError(f"--best chooses a checkpoint, and --checkpoint {run} is one", fix="leave one of them out")
+        raise ConfigError(
+            f"--best chooses a checkpoint of a run, and --checkpoint {run} is a checkpoint already",
+            fix="leave one of them out",
+        )
     find(output, run)  # its errors
     root = Path(output if run == "auto" else run) / "checkpoints"
     there = {step_of(path): path for path in complete(root)}
     if not there:
-        raise ConfigError(f"--checkpoint {run}: is no run directory", expected="checkpoints/step-XXXXXXXX in it")
+        raise ConfigError(f"--checkpoint {run}: is not a run directory", expected="checkpoints/step-XXXXXXXX in it")
     chosen = heldout.best(root.parent, there, ema=ema)
     if chosen is None:
         whose = f"held-out loss of the {EMA_WEIGHTS}" if ema else "held-out loss"
@@ -754,7 +759,7 @@ def choose(run: Path, resume: str | Path | None, origin: str | Path | None = Non
     """
     root = run / "checkpoints"
     last = newest(root)
-    notes = [f"note: {path} is left over from an interrupted save and is ignored" for path in leftovers(root)]
+    notes = [f"note: {path} was left by an interrupted save and is ignored" for path in leftovers(root)]
     if origin is not None and resume is not None and str(resume) != "auto":
         raise ConfigError(
             f"--from {origin} and --resume {resume} name two checkpoints",

@@ -90,7 +90,7 @@ def check_layout(train: TrainConfig, spec: Callable[[], ModelSpec], batches: Map
 def check_text(train: TrainConfig, device: torch.device) -> None:
     if train.text == "packed" and device.type == "cuda" and not has_packed_kernel(train, device):
         raise ConfigError(
-            "train.text: packed has no kernel here",
+            "train.text: packed has no kernel on this machine",
             expected="train.precision: bf16 on a GPU of compute capability 8.0 or newer",
             found=f"train.precision: {train.precision} on {torch.cuda.get_device_name(device)}",
             fix="--set train.text=padded",

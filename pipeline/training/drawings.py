@@ -130,7 +130,7 @@ class Drawings:
         path = self._path(step)
         tensors = {f"{number:04d}": latents[number].contiguous() for number in sorted(latents)}
         tensors |= {f"{number:04d}-control": control for number, control in enumerate(self.controls)}
-        with writing(path, "check the rights, then --resume auto", again="--resume auto"):
+        with writing(path, "check the permissions, then --resume auto", again="--resume auto"):
             self.lock.check()
             make_folder(path.parent)
             for leftover in path.parent.glob(".step-*.partial"):
@@ -176,7 +176,7 @@ def drawn_at_once(microbatch: int, task: TrainingTask) -> int:
             f"train.pictures: {task.pictures.height}x{task.pictures.width} may need more memory than a step",
             expected=f"height x width of at most {_MOST * trained // samples} pixels: a microbatch has {trained}",
             found=f"{size} pixels",
-            fix="lower train.pictures.size, or draw by sana-pipe sample",
+            fix="lower train.pictures.size, or draw with sana-pipe sample",
         )
     return max(1, trained // (size * samples))
 

@@ -13,7 +13,7 @@ from pipeline.training.metrics import read_events
 
 METRICS = "metrics.jsonl"
 Losses = dict[int, float]
-"""By step."""
+"""Held-out losses by step."""
 
 
 def losses(run: Path, *, ema: bool = False) -> list[Losses]:

@@ -47,7 +47,7 @@ class HostCopy:
             if not self._stager.pin_memory:
                 raise
             _forget_error()
-            self._log(f"note: {error}: memory cannot be page-locked, so checkpoints copy slower")
+            self._log(f"note: {error}: memory cannot be page-locked, so checkpoints are copied more slowly")
             self._may_lock = self._stager.pin_memory = False
             staged = self._stager.stage(parts, non_blocking=on_gpu)
         if on_gpu and wait:

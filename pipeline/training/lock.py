@@ -88,7 +88,11 @@ class Lock:
         owner = _owner(self._path)
         self.lost = owner is None or owner.token != self.token
         if self.lost:
-            what = "was removed" if owner is None else "is another's: a training has taken over this run directory"
+            what = (
+                "was removed"
+                if owner is None
+                else "belongs to another training, which has taken over this run directory"
+            )
             raise RunTaken(
                 f"{self._path}: {what}",
                 expected=f"the token of this attempt, {self.token}",
@@ -206,7 +210,7 @@ def _make(run: Path) -> bool:
 
 def _unwritable(run: Path, error: BaseException) -> UserError:
     what = f"{run}: cannot be written"
-    fix = "check the rights, or set train.output"
+    fix = "check the permissions, or set train.output"
     return machine_error(error, what, "--resume auto") or UserError(f"{what}: {error}", fix=fix)
 
 

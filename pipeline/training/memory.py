@@ -58,7 +58,7 @@ class MemoryMonitor:
         fullest = most.index(max(most))
         if not self._warned and (share[fullest] > NEARLY_FULL or retries[fullest]):
             self._warned = True
-            again = f"; {retries[fullest]:.0f} times the allocator waited for the GPU and gave memory back to it"
+            again = f"; {retries[fullest]:.0f} times the allocator had to wait for the GPU and free its cached memory"
             self._log(
                 f"warning: the GPU of process {fullest} is nearly full: {reserved[fullest] / 2**30:.1f} GiB, "
                 f"{100 * share[fullest]:.0f} % of it, are reserved{again if retries[fullest] else ''}. What would "

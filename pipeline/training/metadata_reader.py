@@ -47,7 +47,7 @@ class CheckpointError(UserError):
 def unreadable(path: Path, error: OSError) -> UserError:
     """The error for a file that may be whole, but cannot be read now."""
     return not_permitted(path, CheckpointError) or CheckpointError(
-        f"{path}: cannot be read: {error}", fix="check the disk and the rights, then run the same command again"
+        f"{path}: cannot be read: {error}", fix="check the disk and the permissions, then run the same command again"
     )
 
 

@@ -62,7 +62,7 @@ class Metrics:
             self._journal = rows.Rows(path, log, trackers)
 
     def _writing(self) -> AbstractContextManager[None]:
-        return writing(self.path, "check the rights, or set train.output", again="--resume auto")
+        return writing(self.path, "check the permissions, or set train.output", again="--resume auto")
 
     def start(self, **facts: Any) -> None:
         """Write the row that begins an attempt. `facts`: step it starts at, processes, device, tf32, snapshot."""

@@ -53,7 +53,7 @@ def summarize(last: Path, state: LoaderState, head: Head) -> dict[str, Any]:
         "checkpoint": last.name,
     }
     path = run / NAME
-    with writing(path, "check the rights, then --resume auto", again="--resume auto"), replacing(path) as work:
+    with writing(path, "check the permissions, then --resume auto", again="--resume auto"), replacing(path) as work:
         work.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return summary
 

@@ -101,7 +101,7 @@ def fit(
             if not lacking:
                 log(f"nothing to do: {done} steps are done, train.steps is {train.steps}")
                 return Report(done, resumed.folder, None, None)
-            log(f"{done} steps are done, train.steps is {train.steps}; after the last follow: {', '.join(lacking)}")
+            log(f"{done} steps are done, train.steps is {train.steps}; left to do after the last: {', '.join(lacking)}")
         broadcast_from_rank_0(task.accepted)
         run = build(context, mesh, trainable, resumed)
         for line in optimizers.advice(train.optim, train.steps):
@@ -124,7 +124,7 @@ def _open_run_directory(run: TrainingRun, expected: Compare | None, progress: Li
     context, folder = run.context, run.context.folder
     tree = context.task.written.tree
     text, path = as_yaml(tree, sort_keys=False), folder / "config.yaml"
-    with writing(folder, "check the rights, or set train.output", again="--resume auto"):
+    with writing(folder, "check the permissions, or set train.output", again="--resume auto"):
         if path.exists() and (earlier := path.read_bytes()) != text.encode():
             (folder / f"config-until-step-{run.done:08d}.yaml").write_bytes(earlier)
         checkpoint.record(folder, run.resumed)
@@ -296,5 +296,5 @@ class Loop:
             self.context.log(f"stopped by {names[0]} after step {self.done}; continue with --resume auto")
         elif names and self.journal is not None and (lacking := _not_looked_at(self.context)):
             what = ", ".join(lacking)
-            self.context.log(f"stopped by {names[0]} after the last step; --resume auto does what follows it: {what}")
+            self.context.log(f"stopped by {names[0]} after the last step; --resume auto does what is left: {what}")
         return Report(self.done, self.saved, self.loss, names[0] if names else None)

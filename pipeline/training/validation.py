@@ -34,10 +34,10 @@ from pipeline.training.stop_request import StopRequest
 LEVELS = 8
 """Noise levels at which each sample is measured, as in MLPerf Training's text-to-image benchmark."""
 Totals = dict[tuple[int, int], Tensor]
-"""By bucket: (groups, levels + parts + 1) float64, the sums of the losses at each level and of each part of a loss that
-has several, and the numbers of samples; before these, for a recipe with a contrast, the sums of what it adds to the
-loss and the numbers of samples that have another one in their microbatch. The groups are `_AGES` where the task names
-old samples, else there is one."""
+"""Sums by bucket: (groups, levels + parts + 1) float64, those of the losses at each level and of each part of a loss
+that has several, and the numbers of samples; before these, for a recipe with a contrast, the sums of what it adds to
+the loss and the numbers of samples that have another one in their microbatch. The groups are `_AGES` where the task
+names old samples, else there is one."""
 _AGES = ("old", "new")
 
 

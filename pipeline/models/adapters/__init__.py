@@ -171,6 +171,8 @@ def matching(patterns: Sequence[str], names: Iterable[str], option: str) -> list
             parts = pattern.count(".") + 1
             ends = list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names))
             near = difflib.get_close_matches(pattern, [*ends, *names], n=3, cutoff=0.5) or ends[:8]
-            raise ConfigError(f"{option}: {pattern!r} fits no name of the model", expected=f"such as {', '.join(near)}")
+            raise ConfigError(
+                f"{option}: {pattern!r} matches no name in the model", expected=f"such as {', '.join(near)}"
+            )
         chosen |= fitting
     return [name for name in names if name in chosen]

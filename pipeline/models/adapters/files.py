@@ -118,7 +118,7 @@ def check_applied(spec: ModelSpec, names: Sequence[str]) -> None:
     ]
     if undone:
         raise ConfigError(
-            f"ComfyUI loads changes of {listed(undone, 3)} without a word and does not apply them",
+            f"ComfyUI loads changes of {listed(undone, 3)} without a warning and does not apply them",
             expected="parameters of layers (weights and biases) for --format comfyui",
             fix="--format nvlabs (the whole model, which ComfyUI reads), or --format merged",
         )

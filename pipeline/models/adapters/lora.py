@@ -180,7 +180,7 @@ class LoRA(Adapter):
             scale = math.nan
         if not 0 < scale < math.inf:
             given = {name: metadata.get(f"transformer.{name}") for name in ("r", "lora_alpha")}
-            raise ConfigError(f"{option}: its rank and alpha are no numbers above 0", found=str(given))
+            raise ConfigError(f"{option}: its rank and alpha must be numbers above 0", found=str(given))
         return scale
 
 
@@ -198,7 +198,9 @@ def _targets(given: AdapterConfig, spec: ModelSpec) -> list[str]:
     if isinstance(patterns, str):
         sets: Mapping[str, Sequence[str]] = getattr(module, "adapter_targets", {})
         if patterns not in sets:
-            raise ConfigError(f"{option}: {spec.class_name} names no set {patterns!r}", fix=f"{option}: [PATTERN, ...]")
+            raise ConfigError(
+                f"{option}: {spec.class_name} has no set named {patterns!r}", fix=f"{option}: [PATTERN, ...]"
+            )
         patterns = list(sets[patterns])
     layers = {name: part for name, part in module.named_modules() if isinstance(part, (nn.Linear, nn.Conv2d))}
     chosen = matching(patterns, layers, option)
@@ -244,18 +246,18 @@ def _read(path: Path, option: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         return tensors, dict(json.loads(described))
     except (ValueError, TypeError, RecursionError) as error:
-        what = f"{option}: its lora_adapter_metadata is no JSON object: {error}"
+        what = f"{option}: its lora_adapter_metadata is not a JSON object: {error}"
         raise ConfigError(what, expected="a LoRA file of diffusers") from None
 
 
 def _check_values(option: str, key: str, value: Tensor) -> None:
     """Refuse values that no training goes on from."""
     if not value.is_floating_point():
-        raise ConfigError(f"{option}: {key} holds no floating-point numbers", found=str(value.dtype))
+        raise ConfigError(f"{option}: {key} does not hold floating-point numbers", found=str(value.dtype))
     if not bool(torch.isfinite(value.float()).all()):
         count = int((~torch.isfinite(value.float())).sum())
         raise ConfigError(
-            f"{option}: {key} holds values that are no finite numbers",
+            f"{option}: {key} holds values that are not finite numbers",
             found=f"{count} of {value.numel()}",
             fix="give another file: the training that wrote this one had failed",
         )

@@ -133,7 +133,7 @@ def check(config: OptimConfig) -> None:
         import pipeline.training.optimizers.adamw_8bit  # noqa: F401
     except ImportError as error:
         raise UserError(
-            "train.optim.name: adamw8bit needs torchao, which is not installed or does not fit this torch",
+            "train.optim.name: adamw8bit needs torchao, which is not installed or does not work with this torch",
             found=str(error),
             fix="pip install 'sana-pipe[torchao]', or train.optim.name: came (4 bytes of state per parameter)",
         ) from None
@@ -144,7 +144,7 @@ def check_resumable(earlier: dict[str, Any], train: TrainConfig) -> None:
     before, now, recipes = earlier["optim"]["name"], train.optim.name, (earlier["recipe"], train.recipe)
     if before == now == "came" and recipes[0] != recipes[1]:
         raise ConfigError(
-            "the checkpoint holds the state of another CAME",
+            "the checkpoint holds the state of another form of CAME",
             expected=f"train.recipe: {recipes[0]}",
             found=f"train.recipe: {recipes[1]}",
             fix=f"--set train.recipe={recipes[0]}, or begin a new run, with fresh moments: --from CHECKPOINT --set "
