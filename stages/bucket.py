@@ -18,8 +18,10 @@ from pipeline.cache import copies
 from pipeline.cache.cache import check_snapshot_name
 from pipeline.config import Config, setting
 from pipeline.errors import CacheError, escaped
+from pipeline.locations import cache_location
 from pipeline.reporting.further_figures import mask_notes
-from pipeline.snapshots.inputs import caches_of, read_inputs
+from pipeline.signals import Encoders
+from pipeline.snapshots.inputs import open_caches, read_inputs
 from pipeline.snapshots.making import make
 from pipeline.snapshots.near import Report
 from pipeline.snapshots.publishing import publish
@@ -52,11 +54,11 @@ def run(
     settings, heldout_name = config.bucket, f"{name or 'latest'}.heldout"
     for label in ([name] if name is not None else []) + ([heldout_name] if settings.heldout else []):
         check_snapshot_name(label)
-    caches = caches_of(config, dry_run)
+    caches = open_caches(cache_location(config), settings.caches, dry_run)
     cache = caches[0]
     if not dry_run:
         copies.repair_all(cache.files)
-    inputs = read_inputs(config, caches)
+    inputs = read_inputs(caches, settings, config.data, Encoders(config.vae, config.text), config.encode)
     for kind, sources in inputs.lacking.items():
         click.echo(
             f"note: the snapshot has no records of the kind {kind}, which source {', '.join(sources)} lacks "
@@ -64,7 +66,9 @@ def run(
             err=True,
         )
     report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
-    made, heldout_made = make(config, inputs, _comparing)
+    validation = config.train.validation
+    part = None if validation is None else validation.snapshot
+    made, heldout_made = make(inputs, settings, part, _comparing)
     joined = made.joined
     report["notes"] = list(joined.notes)
     report |= publish(made, inputs, dry_run, name, move)

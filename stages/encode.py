@@ -41,6 +41,7 @@ from pipeline.encoding.rejects import Rejects
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import NoSpaceError, UserError
 from pipeline.images import buckets
+from pipeline.locations import cache_location
 from pipeline.signals import PictureSignal
 from pipeline.signals.latent import compression
 from pipeline.signals.text import TextRecipe
@@ -290,7 +291,7 @@ def _run_prompts(
     config: Config, name: str, lines: Lines, share: tuple[int, int], engine: str, stop: Stop
 ) -> dict[str, Any]:
     text = TextRecipe.wanted(signals.Encoders(config.vae, config.text), config.data, config.encode)
-    cache = Cache.of(config, create=True)
+    cache = cache_location(config).open(create=True)
     copies.repair_all(cache.files)
     cache.files.sweep()
     cache.add_recipe(text)
@@ -352,7 +353,7 @@ def _run(
     config = reading.config
     recipes = signals.recipes(signals.Encoders(config.vae, config.text), config.data, config.encode)
     table = buckets.table(config.data, compression(recipes))
-    cache = Cache.of(config, create=True)
+    cache = cache_location(config).open(create=True)
     copies.repair_all(cache.files)
     recipes = surveying.with_stored_decoder(cache, recipes, config)
     cache.files.sweep()

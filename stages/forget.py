@@ -6,8 +6,8 @@ from __future__ import annotations
 import click
 
 from pipeline.cache import prompts
-from pipeline.cache.cache import Cache
 from pipeline.config import Config
+from pipeline.locations import cache_location
 
 
 def run(config: Config, source: str | None = None, snapshot: str | None = None, prompt_set: str | None = None) -> int:
@@ -24,7 +24,7 @@ def run(config: Config, source: str | None = None, snapshot: str | None = None, 
     Raises:
         UserError: see `Cache.forget_source`, `Cache.forget_name` and `prompts.forget`.
     """
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     if source is not None:
         cache.forget_source(source)
         click.echo(

@@ -18,6 +18,7 @@ from pipeline.cache.lost import repair_documents
 from pipeline.config import Config
 from pipeline.encoding.repair import Repairs, repair_table
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError, expanded
+from pipeline.locations import cache_location
 from pipeline.snapshots import packing
 from pipeline.work.progress import Progress
 
@@ -36,7 +37,7 @@ def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_jso
         CacheError: there is no cache.
         UserError: a repair needs a source or a model that is not there. All other damage is repaired first.
     """
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     repairs = Repairs(config, cache, dict(_pair(text) for text in data)) if repair else None
     with Progress("files", None) as bar:
         report = _Report(cache, bar, log=not as_json)

@@ -31,7 +31,8 @@ from pipeline.cache.files import Files
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.keys import as_keys, item_keys, key_bytes, sample_ids
 from pipeline.cache.shard import from_ipc, to_ipc
-from pipeline.cache.snapshot import BucketPart, Snapshot
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import BucketPart
 from pipeline.cache.snapshot_lists import publish
 from pipeline.cache.status import status
 from pipeline.cli import cli
@@ -41,9 +42,10 @@ from pipeline.images import buckets
 from pipeline.loader.loader import Loader
 from pipeline.loader.planner import Planner
 from pipeline.loader.schedule import Schedule
+from pipeline.locations import cache_location
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
-from pipeline.snapshots import filters, join, selection
+from pipeline.snapshots import assemble, filters, frames, selection
 from tests.support import synthetic
 from tests.support.damage import flip
 from tests.support.loading import loader_settings
@@ -472,11 +474,11 @@ def test_a_filter_of_one_source_leaves_the_others_alone(root: Path) -> None:
 # ---------------------------------------------------------------- deduplication, held-out part, subsets
 
 
-@pytest.mark.parametrize("rows", [join.ROWS, 3])
+@pytest.mark.parametrize("rows", [frames.ROWS, 3])
 def test_one_of_equal_pictures_stays_and_which_is_stated(
     rows: int, root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(join, "ROWS", rows)
+    monkeypatch.setattr(frames, "ROWS", rows)
     same = ["00003.png", "b.png", "a.png"]
     one = [*pictures(6), Picture("b.png", "3"), Picture("a.png", "3")]
     add(config(root), "one", one)
@@ -958,9 +960,10 @@ def test_caches_on_disks_and_in_object_stores_mix(
     of = config(here, mirror, f"bucket.caches=['{there}']", "bucket.batch=10")
     summary = report(of, capsys)
     assert summary["samples"] == 60
-    assert list(audit.verify(Cache.of(of))) == []
+    cache = cache_location(of).open()
+    assert list(audit.verify(cache)) == []
     loader = Loader(
-        Cache.of(of).open_snapshot(),
+        cache.open_snapshot(),
         loader_settings(microbatch=10, stop_step=int(summary["steps_per_epoch"])),
     )
     seen = {i for parts, _ in loader for batch in parts for i in batch.sample_ids}
@@ -1256,6 +1259,6 @@ def test_numbers_beyond_all_bounds_are_reported(root: Path, number: str) -> None
     ],
 )
 def test_what_does_not_fill_a_batch_is_said(small: str, visits: int, steps: float, says: str) -> None:
-    found, note = join.epoch_steps(Fraction(visits), 4, small)
+    found, note = assemble.epoch_steps(Fraction(visits), 4, small)
     assert found == steps
     assert says in note if says else not note

@@ -117,7 +117,7 @@ def settings_of(folder: Path, start: Path, optimizer: str, precision: str, **mor
 
 def trained(settings: Any) -> tuple[list[float], nvlabs.Weights]:
     """Losses and last weights of a run of ours."""
-    report = fit(settings, tiny_run.task(settings), Launch(), log=lambda line: None)
+    report = fit(settings.train, tiny_run.task(settings), Launch(), log=lambda line: None)
     assert report.checkpoint is not None
     rows = metrics.read(Path(settings.train.output) / "metrics.jsonl")
     return [row["loss"] for row in rows], theirs(load_model_state(report.checkpoint)[1])

@@ -204,7 +204,7 @@ def test_the_trainer_refuses_before_any_process_group_starts(settings: dict[str,
     given = tiny_run.config(parallel={"pp_size": 2}, **settings)
     launch = Launch(world=2, local_world=2, rendezvous="tcp://127.0.0.1:1")
     with pytest.raises(ConfigError, match=says):
-        fit(given, tiny_run.task(given), launch)
+        fit(given.train, tiny_run.task(given), launch)
     assert not dist.is_initialized()
 
 

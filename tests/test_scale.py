@@ -36,7 +36,6 @@ from pipeline.encoding import estimate
 from pipeline.loader import randomness, schedule
 from pipeline.loader.loader import Loader
 from pipeline.loader.planner import Planner
-from pipeline.planning.predict import Data
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from tests.support import tiny_cache
@@ -261,7 +260,7 @@ def test_bytes_are_those_of_the_estimate() -> None:
     latent, text = LatentRecipe(weights="w"), TextRecipe(weights="w")
     mean = np.mean([estimate.text_bytes(text, int(rows), simulate.CAPTION_BYTES) for rows in simulate.caption_rows()])
     assert million.text / 1e6 == pytest.approx(mean, rel=0.002)
-    shapes = Data.of(scale.configured(8)).buckets
+    shapes = scale.data_of(scale.configured(8)).buckets
     mean = np.mean([estimate.picture_bytes(latent, *shape) for shape in shapes])
     assert million.latents / 1e6 == pytest.approx(mean, rel=0.002)
     assert scale.cache_of(10**6, "int8").total < scale.cache_of(10**6, "bf16-zstd").total < million.total

@@ -36,7 +36,9 @@ from pipeline.cache.keys import as_keys, binary, fixed
 from pipeline.cache.layout import REPAIR, Paths, is_document
 from pipeline.cache.recipes import recipe_class
 from pipeline.cache.references import Reference, references, tables_of_head
-from pipeline.cache.snapshot import Head, RecordPlace, Snapshot, TextPlace, check_files
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import Head, TextPlace, check_files
+from pipeline.cache.snapshot_samples import RecordPlace
 from pipeline.errors import CacheError, IntegrityError
 
 OnFileRead = Callable[[int], None]

@@ -1,7 +1,7 @@
 """The cache as a whole: sources, recipes, plans, indexes and snapshots under one root.
 
 `Cache` is the object through which stages read and write a cache, so every rule of publication and identity is applied
-in one place.
+in one place. `CacheLocation` is what it is opened from.
 Price: only the last table, and the indexes of finished recipes, stay open between calls.
 """
 
@@ -24,9 +24,10 @@ from pipeline.cache.arrow import parquet_batches, write_parquet
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe, recipe_class
-from pipeline.cache.snapshot import Head, Snapshot, check_files
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import Head, check_files
 from pipeline.cache.snapshot_lists import ENTRIES, EntryList, publish
-from pipeline.config import Config, MirrorConfig
+from pipeline.config import MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.retrying import PATIENCE_S
 from pipeline.urls import strip_credentials
@@ -153,6 +154,35 @@ def list_of(files: Files, name: str, body: dict[str, Any]) -> Units | index.Comm
     return index.Commits.read(files, body["commits"]) if folder == "segments" else None
 
 
+@dataclass(frozen=True)
+class CacheLocation:
+    """Where a cache lies and how it is reached; the attributes are arguments of `Cache`."""
+
+    root: str
+    mirror: MirrorConfig
+    patience_s: float
+
+    def open(self, *, create: bool = False) -> Cache:
+        """Open the cache.
+
+        Raises:
+            CacheError: see `Cache`.
+        """
+        return Cache(self.root, create=create, mirror=self.mirror, patience_s=self.patience_s)
+
+    def open_if_there(self) -> Cache | None:
+        """Open the cache; None if it does not exist yet.
+
+        Raises:
+            CacheError: the folder has other files, so that no cache can be made there.
+        """
+        files = Files(self.root, self.mirror, self.patience_s)
+        if files.exists(Paths.FORMAT):
+            return self.open()
+        _refuse_other(files)
+        return None
+
+
 class Cache:
     """A cache folder.
 
@@ -203,28 +233,10 @@ class Cache:
         files = self.files
         return os.path.realpath(files.root) if files.on_disk else strip_credentials(self.location)
 
-    @classmethod
-    def of(cls, config: Config, *, create: bool = False) -> Cache:
-        """The cache that a configuration names."""
-        return cls(config.cache, create=create, mirror=config.mirror, patience_s=config.patience_s)
-
-    @classmethod
-    def others_of(cls, config: Config) -> list[Cache]:
-        """The caches that `bucket.caches` names."""
-        return [cls(root, mirror=config.mirror, patience_s=config.patience_s) for root in config.bucket.caches]
-
-    @classmethod
-    def if_there(cls, config: Config) -> Cache | None:
-        """The cache that a configuration names; None if it does not exist yet.
-
-        Raises:
-            CacheError: the folder has other files, so that no cache can be made there.
-        """
-        files = Files(config.cache, config.mirror, config.patience_s)
-        if files.exists(Paths.FORMAT):
-            return cls.of(config)
-        _refuse_other(files)
-        return None
+    @property
+    def patience_s(self) -> float:
+        """Seconds to wait for storage that does not answer."""
+        return self.files.patience_s
 
     @property
     def root(self) -> Path:

@@ -18,7 +18,7 @@ from pipeline.cache.disk import STALE_TMP_S
 from pipeline.cache.findings import damage_only, packs
 from pipeline.cache.keys import Digests
 from pipeline.cache.references import references
-from pipeline.cache.snapshot import Head
+from pipeline.cache.snapshot_head import Head
 from pipeline.errors import CacheError, IntegrityError
 
 REREAD_S = 60.0

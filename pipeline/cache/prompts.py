@@ -23,7 +23,9 @@ from pipeline.cache.index import as_keys
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import CaptionRecipe
 from pipeline.cache.shard import ShardReader, from_ipc, to_ipc
-from pipeline.cache.snapshot import Caption, Snapshot, TextPlace
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import TextPlace
+from pipeline.cache.snapshot_samples import Caption
 from pipeline.errors import CacheError, IntegrityError
 
 NAME = "prompts"

@@ -14,7 +14,7 @@ from pipeline.cache import index
 from pipeline.cache.cache import FORGOTTEN, Cache
 from pipeline.cache.findings import fix_of_snapshot, named_snapshots, skip_damaged
 from pipeline.cache.layout import ENCODE, PROMPTS, REPAIR, Paths, is_document, numbers_of
-from pipeline.cache.snapshot import Head
+from pipeline.cache.snapshot_head import Head
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from pipeline.cache import audit, index, shard
 from pipeline.cache.adopt import bring
-from pipeline.cache.cache import Cache, Unit
+from pipeline.cache.cache import Cache, CacheLocation, Unit
 from pipeline.cache.findings import BACKUP, Finding, Replaced
 from pipeline.cache.keys import as_keys
 from pipeline.cache.layout import Paths
@@ -83,7 +83,8 @@ class Repairs:
 
     @cached_property
     def _others(self) -> list[Cache]:
-        return Cache.others_of(self.config)
+        mirror, patience_s = self.config.mirror, self.config.patience_s
+        return [CacheLocation(root, mirror, patience_s).open() for root in self.config.bucket.caches]
 
     def _brought(self, name: str, digest: str) -> bool:
         """Take over an adopted shard again. Returns whether another cache has it intact."""

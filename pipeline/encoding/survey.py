@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from pipeline import signals
 from pipeline.cache.arrow import batches
-from pipeline.cache.cache import Cache, check_source_name
+from pipeline.cache.cache import Cache, CacheLocation, check_source_name
 from pipeline.cache.recipes import PictureRecipe, Recipe, pictures_of
 from pipeline.cache.scan_table import ABSENT, places
 from pipeline.config import Config, DataConfig
@@ -78,7 +78,7 @@ def survey(
     config = reading.config
     recipes = signals.recipes(signals.Encoders(config.vae, config.text), config.data, config.encode)
     table = buckets.table(config.data, compression(recipes))
-    cache = Cache.if_there(config)
+    cache = CacheLocation(config.cache, config.mirror, config.patience_s).open_if_there()
     if cache is not None:
         recipes = with_stored_decoder(cache, recipes, config)
     for look in (scan_rows.from_header, scan_rows.from_bytes):
@@ -101,16 +101,17 @@ def opened(
 ) -> tuple[Source, Reading]:
     """The source of `--data`, and how it is read; prints what differs from its last scan. mends: write a damaged
     `format.json` of the cache again."""
+    location = CacheLocation(config.cache, config.mirror, config.patience_s)
     readings: list[Reading] = []
 
     def settle(name: str) -> tuple[DataConfig, str | None]:
         check_source_name(name)  # before hours of reading
         try:
-            cache = Cache.if_there(config)
+            cache = location.open_if_there()
         except IntegrityError:
             if not mends:
                 raise
-            cache = Cache.of(config, create=True)
+            cache = location.open(create=True)
         last = None if cache is None else cache.last_scan(name)
         readings.append(without_trigger(settled(config, format, name, last), name, last))
         return readings[0].config.data, readings[0].format

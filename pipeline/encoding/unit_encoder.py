@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from pipeline import launch
 from pipeline.cache import codec, index
-from pipeline.cache.cache import Cache, Unit, WorkPlan
+from pipeline.cache.cache import Cache, CacheLocation, Unit, WorkPlan
 from pipeline.cache.recipes import Recipe
 from pipeline.config import Config
 from pipeline.encoding import estimate, unit_records
@@ -214,7 +214,7 @@ def build(config_json: str, source_names: tuple[str, ...], beside: tuple[str, ..
     The sources are not listed again: their items are known from the scan."""
     launch.prefer_expandable_segments()
     config = Config.model_validate_json(config_json)
-    cache = Cache.of(config)
+    cache = CacheLocation(config.cache, config.mirror, config.patience_s).open()
     sources = {name: reopen(cache, name, config.data) for name in source_names}
     return UnitEncoder(config, cache, sources, [cache.recipe(name) for name in beside], check=True)
 

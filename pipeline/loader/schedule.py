@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from pipeline.cache.snapshot import Head
+from pipeline.cache.snapshot_head import Head
 from pipeline.errors import CacheError
 
 _ROUNDS = 6

@@ -24,7 +24,8 @@ from pipeline.cache.disk import cache_errors
 from pipeline.cache.files import Files
 from pipeline.cache.layout import sample_id
 from pipeline.errors import UserError
-from pipeline.snapshots.join import Frame, Joined, pieces
+from pipeline.snapshots.frames import Frame, pieces
+from pipeline.snapshots.join import Joined
 from pipeline.sources import reject_kinds
 
 LARGEST = 10

@@ -16,15 +16,17 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.snapshot import HeldOut, Policies
-from pipeline.config import Config, SourceConfig, setting
+from pipeline.cache.snapshot_head import HeldOut, Policies
+from pipeline.config import BucketConfig, SourceConfig, setting
 from pipeline.errors import CacheError
 from pipeline.signals.phash import ANEW, HashRecipe
 from pipeline.snapshots import balance, near, near_samples, selection
+from pipeline.snapshots.assemble import Assembled, assemble, folder_repeats
 from pipeline.snapshots.duplicates import Duplicates, Named, unused
 from pipeline.snapshots.filters import Filter
+from pipeline.snapshots.frames import Frame
 from pipeline.snapshots.inputs import Inputs
-from pipeline.snapshots.join import Assembled, Frame, Joined, assemble, folder_repeats, join, usable, without_policy
+from pipeline.snapshots.join import Joined, join, usable, without_policy
 from pipeline.snapshots.near import Report
 
 PAD_TEXT_MULTIPLE = 16
@@ -48,22 +50,27 @@ Comparing = Callable[[int], AbstractContextManager[Report]]
 """Shows how far the comparison of so many hashes is."""
 
 
-def make(config: Config, inputs: Inputs, comparing: Comparing) -> tuple[Made, Made | None]:
+def make(
+    inputs: Inputs, settings: BucketConfig, validation: str | None, comparing: Comparing
+) -> tuple[Made, Made | None]:
     """The snapshot to train on, and the held-out part if there is one.
+
+    Args:
+        validation: name of the held-out snapshot of `train.validation`, if it names one.
 
     Raises:
         CacheError: `bucket.dedup: near` in a cache without hashes; or hashes of an earlier rule are to be compared.
         UserError: nothing is left to train on, or a filter names what is not there.
     """
-    return _Maker(config, inputs, comparing).make()
+    return _Maker(inputs, settings, validation, comparing).make()
 
 
 class _Maker:
     """Attributes: joined: the usable items of the sources, filtered, at all resolutions; earlier: the snapshot that the
     new one grows from."""
 
-    def __init__(self, config: Config, inputs: Inputs, comparing: Comparing):
-        self.config, self.settings, self.inputs, self.comparing = config, config.bucket, inputs, comparing
+    def __init__(self, inputs: Inputs, settings: BucketConfig, validation: str | None, comparing: Comparing):
+        self.inputs, self.settings, self.validation, self.comparing = inputs, settings, validation, comparing
         cache = inputs.caches[0]
         self.joined = Joined(scratch=cache.files.scratch)
         self._join()
@@ -230,8 +237,7 @@ class _Maker:
     def _leaked(self, frame: Frame) -> dict[str, int]:
         """List, of the held-out snapshot that the configuration names, the samples that look like one of the
         training."""
-        validation, inputs = self.config.train.validation, self.inputs
-        named = None if validation is None else validation.snapshot
+        named, inputs = self.validation, self.inputs
         if named is None or HashRecipe.kind not in inputs.records.indexes:
             return {}
         try:

@@ -21,7 +21,8 @@ from pipeline.cache.scratch import Scratch
 from pipeline.snapshots import filters
 from pipeline.snapshots.duplicates import Duplicates
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import EncodedRecords, Frame, Joined, pieces, ranges
+from pipeline.snapshots.frames import Frame, pieces, ranges
+from pipeline.snapshots.join import EncodedRecords, Joined
 
 
 def filtered(
