@@ -43,7 +43,6 @@ from pipeline.config import Config, load
 from pipeline.encoding import estimate, last_scan, scan_rows, unit_records
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
-from pipeline.encoding.reading import Reading
 from pipeline.images import buckets
 from pipeline.loader import planner
 from pipeline.processes import run_and_exit
@@ -243,7 +242,7 @@ def scan_and_encode(folder: Path, count: int) -> None:
     table = buckets.table(config.data, latent.compression)
     here = source(folder, config, count)
     run = encode.EncodeRun(
-        config, cache, text, worker, "local", {here.name: here}, here, Reading(config, None), [latent, text], table
+        config, cache, text, worker, "local", {here.name: here}, here, encode.reading_of(config), [latent, text], table
     )
     done = encode.encode_source(run, False)
     if done["new"] != {"images": 0, "captions": 0} or done["items"] != count or done["gone"]:
@@ -302,7 +301,7 @@ def dry_run(folder: Path, count: int) -> None:
     tars = source(folder, config, count)
     scan = scanning.scan(tars, SOURCE, cache, max_pixels=1 << 30, workers=1, rehash=False, progress=lambda *_: None)
     work = estimate.wanted(scan, cache, [latent, text], buckets.table(config.data, latent.compression))
-    size = estimate.sizes(work, config, text, lambda captions: [len(caption) for caption in captions])
+    size = estimate.sizes(work, text, lambda captions: [len(caption) for caption in captions])
     if (work.images, work.captions) != (count, count) or not size.total:
         raise RuntimeError("pictures or captions are missing")
 

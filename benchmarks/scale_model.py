@@ -134,7 +134,7 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
         sample=captions[:: math.ceil(len(captions) / estimate.SAMPLE)],
         null=False,
     )
-    size = estimate.sizes(work, config, text, lambda texts: [int(text) for text in texts])
+    size = estimate.sizes(work, text, lambda texts: [int(text) for text in texts])
     scale = pairs / work.images
     units = [plan.unit_images(latent, shape) for shape in shapes]
     made = scale * (sum(SAMPLE / unit for unit in units) + len(captions) / plan.UNIT_CAPTIONS)
@@ -167,7 +167,8 @@ def _encode_hours(
 ) -> float:
     """GPU-hours. positions: that the text encoder computes for each caption; None: its rows."""
     tokens = size.tokens if positions is None else positions * work.captions
-    hours = estimate.times(work, replace(size, tokens=tokens), _speed(latent, config), config, 1)["device_hours"]
+    size, workers = replace(size, tokens=tokens), config.encode.workers
+    hours = estimate.times(work, size, _speed(latent, config), workers, 1)["device_hours"]
     assert hours is not None
     return float(hours)
 

@@ -1,4 +1,4 @@
-"""Where the storage lies that a configuration names."""
+"""The storage that a configuration names."""
 
 from __future__ import annotations
 

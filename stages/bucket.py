@@ -147,7 +147,7 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
     for part, count in report["leaked"].items():
         click.echo(
             f"held-out snapshot {part[:12]}: {count} of its samples look like one of these"
-            + ("; a loss on it is not of unseen pictures (bucket.heldout makes a clean part)" if count else "")
+            + ("; its loss is then not that of unseen pictures (bucket.heldout makes a clean part)" if count else "")
         )
     if report["adopted_bytes"]:
         verb = "would be" if dry_run else "were"
@@ -170,8 +170,8 @@ def _print_duplicates(duplicates: dict[str, Any]) -> None:
         click.echo(f"{group['pictures']:>9} {'; '.join(texts)}")
     if flat["pictures"]:
         click.echo(
-            f"note: {flat['pictures']} pictures have too little detail to be compared; of them only equal files are "
-            f"duplicates: {reject_kinds.examples(flat['examples'], flat['pictures'])}"
+            f"note: {flat['pictures']} pictures have too little detail to be compared; among them only equal files "
+            f"count as duplicates: {reject_kinds.examples(flat['examples'], flat['pictures'])}"
         )
     if duplicates["list"]:
         click.echo(f"each group with its pictures: {duplicates['list']}")
@@ -188,4 +188,6 @@ def _print_id(report: dict[str, Any]) -> None:
     name = f" ({report['name']})" if report["name"] else ""
     click.echo(f"snapshot {report['snapshot']}{name}" if report["snapshot"] else f"dry run: no snapshot was made{name}")
     if report["unchanged"]:
-        click.echo("it is the latest snapshot already: nothing has changed. New pictures: sana-pipe encode first")
+        click.echo(
+            "this is the latest snapshot already: nothing has changed. For new pictures run sana-pipe encode first"
+        )

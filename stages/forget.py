@@ -28,8 +28,8 @@ def run(config: Config, source: str | None = None, snapshot: str | None = None, 
     if source is not None:
         cache.forget_source(source)
         click.echo(
-            f"source {source!r} is forgotten: `bucket` makes no samples of it. Its records stay, and are used if it is "
-            "encoded again; snapshots that hold it stay as they are"
+            f"source {source!r} is forgotten: `bucket` makes no samples from it. Its records stay, and are used if it "
+            "is encoded again; snapshots that hold it stay as they are"
         )
     if snapshot is not None:
         snapshot_id = cache.forget_name(snapshot)

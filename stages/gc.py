@@ -37,7 +37,7 @@ def run(config: Config, yes: bool = False, older_than_hours: float = 48, as_json
     for path, count, why in entries:
         click.echo(f"{count:12d}  {path}  ({why})")
     if len(entries) < len(listed):
-        click.echo(f"{len(listed) - len(entries)} files were used again or removed by others meanwhile")
+        click.echo(f"{len(listed) - len(entries)} files were used again, or removed by others, in the meantime")
     verb = "removed" if yes else "could be removed (--yes)"
     click.echo(f"{len(entries)} files, {amount(size)} {verb}")
     return 0

@@ -111,7 +111,7 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
     for signal in difference.signals:
         click.echo(f"only {'A' if signal in first.pictures else 'B'} has records of the kind {signal}")
     for signal in difference.recipes:
-        click.echo(f"records of the kind {signal} are of different recipes and are not compared")
+        click.echo(f"records of the kind {signal} have different recipes and are not compared")
     return 1 if difference else 0
 
 

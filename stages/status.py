@@ -116,7 +116,7 @@ def _task_line(task: dict[str, Any]) -> str:
 
 def _training_line(row: dict[str, Any]) -> str:
     if "step" not in row:
-        return f"training {row['run']}: no row yet"
+        return f"training {row['run']}: no step yet"
     line = f"training {row['run']}: step {row['step']}, {row['left']} left"
     line += f" ({duration(row['left_s'])})" if row["left_s"] is not None else ""
     line += f", {row['images_per_s']:.1f} images/s, loss {row['loss']:.4f}, data {100 * row['data_wait']:.0f}%"

@@ -249,7 +249,7 @@ def test_gc_removes_only_what_nothing_needs(
     stages.encode.run(config, data=str(photos))
     stages.gc.run(config, older_than_hours=0, as_json=True)
     before = last_json(capsys)
-    assert {entry["why"] for entry in before["files"]} == {"its plan's segment stands for it"}
+    assert {entry["why"] for entry in before["files"]} == {"merged into the segment of its plan"}
     orphan = next(root.glob("shards/latent-*/*/*.tar")).with_name("0" * 32 + ".tar")
     orphan.write_bytes(b"never committed")
     (root / "tmp").mkdir(exist_ok=True)

@@ -301,17 +301,17 @@ def test_a_similar_column_is_spelled_as_a_condition_has_it() -> None:
         ("Width > 3", "did you mean 'width'"),
         ("WIDTH > 3", "did you mean 'width'"),
         ("nothing > 3", "expected: aspect, bytes, caption, captions, height, item, pixels, score, source, tag, width"),
-        ('tag = "even"', "text stands in single quotes: 'even'"),
+        ('tag = "even"', "text goes in single quotes: 'even'"),
         ("score.x = 1", "names the column 'score.x'"),
         ("score >", 'syntax error at or near ")"'),
         ("score is None", 'syntax error at or near "None"'),
-        ("1 < score < 3", "is no condition of SQL"),
+        ("1 < score < 3", "is not an SQL condition"),
         ("score", "width >= 512"),
         ("'yes'", "width >= 512"),
         ("tag > 3", "TRY_CAST(column AS DOUBLE)"),
         ("tag > 3", "tag is VARCHAR"),
         ("tag > DATE '2024-03-01'", "TRY_CAST(column AS DATE)"),
-        ("len(range(1000000000)) > 0", "calls 'range', which is no function of a row's values alone"),
+        ("len(range(1000000000)) > 0", "calls 'range', which is not a function of the row's values alone"),
         ("length(repeat(item, 1000000000)) > 0", "calls 'repeat'"),
         ("lpad(item, 1000000000, 'x') > 'y'", "calls 'lpad'"),
         ("len(list_resize([1], 1000000000)) > 0", "calls 'list_resize'"),
@@ -321,30 +321,30 @@ def test_a_similar_column_is_spelled_as_a_condition_has_it() -> None:
         ("regexp_matches(tag, '(')", "cannot be computed"),
         ("min(width, height) > 3", "did you mean 'least'?"),
         ("startswith(tag, 'a')", "did you mean 'starts_with'?"),
-        ("random() < 0.5", "calls 'random', which is no function of a row's values alone"),
+        ("random() < 0.5", "calls 'random', which is not a function of the row's values alone"),
         ("now() > '2020-01-01'::TIMESTAMP", "calls 'now'"),
         ("current_date > '2020-01-01'::DATE", "current_date"),
         ("ago(INTERVAL 1 DAY) > '2020-01-01'::TIMESTAMP", "calls 'ago'"),
         ("age('2020-01-01'::TIMESTAMP) > INTERVAL 1 DAY", "calls 'age'"),
         ("count(*) > 1", "calls 'count_star'"),
-        ("geomean(score) > 1", "calls 'geomean', which is no function of a row's values alone"),
+        ("geomean(score) > 1", "calls 'geomean', which is not a function of the row's values alone"),
         ("generate_subscripts([1, 2], 1) = 1", "calls 'generate_subscripts'"),
         ("score > (SELECT 1)", "has a subquery"),
         ("sum(score) OVER () > 1", "has a window"),
         ("score IN (SELECT 1)", "has a subquery"),
-        ("tag = read_text('/etc/passwd')", "calls 'read_text', which is no function of a row's values alone"),
+        ("tag = read_text('/etc/passwd')", "calls 'read_text', which is not a function of the row's values alone"),
         ("list_transform([1], x -> x) = [1]", "has a lambda"),
         ("score > $limit", "is more than one condition"),
         ("*", "has a star"),
         ("true), (true", "is more than one condition"),
         ("true) UNION SELECT (true", "is more than one condition"),
         ("true) FROM read_text('/etc/passwd') WHERE (true", "is more than one condition"),
-        ("true); COPY (SELECT 1) TO '/tmp/x'; SELECT (1", "is no condition of SQL"),
+        ("true); COPY (SELECT 1) TO '/tmp/x'; SELECT (1", "is not an SQL condition"),
         ("true) ORDER BY (1", "is more than one condition"),
-        ("(" * 500, "is no condition of SQL"),
-        ("NOT " * 4000 + "true", "is no condition of SQL"),
-        ("NOT " * 900 + "true", "is no condition of SQL"),
-        ("score > \udcff", "is no condition of SQL"),
+        ("(" * 500, "is not an SQL condition"),
+        ("NOT " * 4000 + "true", "is not an SQL condition"),
+        ("NOT " * 900 + "true", "is not an SQL condition"),
+        ("score > \udcff", "is not an SQL condition"),
         ("-" * 100_000 + "1", "has 100,001 characters"),
     ],
 )
@@ -594,7 +594,7 @@ def test_drop_says_what_becomes_of_the_rest(root: Path, capsys: pytest.CaptureFi
     assert "bucket.remainder=carry" in str(caught.value)
     notes = {(b["height"], b["width"]): b["note"] for b in summary["buckets"]}
     assert "left out" in notes[16, 32]
-    assert notes[16, 24].startswith("3 samples skipped, other ones each epoch")
+    assert notes[16, 24].startswith("3 samples are skipped, different ones each epoch")
 
 
 def test_a_snapshot_of_an_option_that_is_gone_is_refused_with_the_way_out(root: Path) -> None:
@@ -805,7 +805,7 @@ def test_other_caches_are_taken_in_whole(tmp_path: Path, capsys: pytest.CaptureF
     shutil.rmtree(there)
     assert list(audit.verify(Cache(here))) == []
     assert status(Cache(here))["complete"]
-    assert {why for _, _, why in unneeded(Cache(here), older_than_s=0)} <= {"its plan's segment stands for it"}
+    assert {why for _, _, why in unneeded(Cache(here), older_than_s=0)} <= {"merged into the segment of its plan"}
     assert len({i for batch in batches(of.model_copy(update={"bucket": config(here).bucket}), 16) for i in batch}) >= 50
     assert Cache(here).sources() == ["one"]
     assert len(made(config(here))) == 30

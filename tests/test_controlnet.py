@@ -28,7 +28,8 @@ from pipeline.models.adapters import Merged, adapter_of
 from pipeline.models.adapters.controlnet import PREFIX, ControlNet
 from pipeline.models.sampler import Sampling, pad_rows
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig, deinterleave
+from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_shape import deinterleave
 from pipeline.models.spec import spec_of
 from pipeline.parallel.compile import compile_conditions
 from pipeline.parallel.mesh import Layout

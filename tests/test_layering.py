@@ -257,6 +257,33 @@ def test_every_row_and_permission_is_used() -> None:
     assert list(_environment(ROOT / "pipeline/launch.py")), ENVIRONMENT_HOME
 
 
+def circles(imported: dict[str, set[str]]) -> list[str]:
+    """The modules that import themselves by way of others."""
+
+    def reached(here: str) -> set[str]:
+        found, rest = set[str](), [here]
+        while rest:
+            new = imported.get(rest.pop(), set()) - found
+            found |= new
+            rest += new
+        return found
+
+    return sorted(here for here in imported if here in reached(here))
+
+
+def test_no_module_of_training_imports_itself_by_way_of_others() -> None:
+    """Not inside a function either."""
+    rooms = tuple(f"pipeline.{room}" for room in ("models", "kernels", "parallel", "loader", "training"))
+    modules: dict[str, set[str]] = {here: set() for here, _ in _imported(ROOT)}
+    for here, target in _imported(ROOT):
+        module = target if target in modules else target.rpartition(".")[0]
+        if module in modules and not _within(here, module):  # a package's __init__ comes before all that is in it
+            modules[here].add(module)
+    assert len([here for here in modules if here.startswith(rooms)]) > 60, "the rooms were not found"
+    assert [here for here in circles(modules) if here.startswith(rooms)] == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
+
+
 @pytest.mark.parametrize(
     ("table", "planted", "line"),
     [

@@ -529,7 +529,7 @@ def test_status_shows_a_training_that_holds_its_run(done: Config, capsys: Any) -
         below.mkdir()
         (below / "lock.json").touch()
         stages.status.run(done)
-        assert f"training {below}: no row yet" in capsys.readouterr().out
+        assert f"training {below}: no step yet" in capsys.readouterr().out
         shutil.rmtree(below)
         os.utime(lock, (time.time() - 100,) * 2)
         stages.status.run(done)

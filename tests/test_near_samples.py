@@ -186,7 +186,7 @@ def test_copies_in_training_of_an_older_held_out_part_are_counted(
     before = Cache(config().cache).open_snapshot(stages.bucket.run(config(others)))
     capsys.readouterr()
     stages.bucket.run(config(others, "train.validation.snapshot=old"), name="new")
-    assert "3 of its samples look like one of these; a loss on it is not of unseen" in capsys.readouterr().out
+    assert "3 of its samples look like one of these; its loss is then not that of unseen" in capsys.readouterr().out
     cache = Cache(config().cache)
     part = cache.open_snapshot("old")
     assert cache.open_snapshot("new").head.leaked == {part.id: 3}

@@ -11,7 +11,8 @@ import pytest
 
 from pipeline.config import TrainConfig, load, shipped
 from pipeline.models import objective, sana_config
-from pipeline.models.sana_config import DIFFUSERS, numerics
+from pipeline.models.sana_config import numerics
+from pipeline.models.sana_shape import DIFFUSERS
 from pipeline.training import inputs
 from pipeline.training.optimizers import came
 from pipeline.yaml_text import from_yaml

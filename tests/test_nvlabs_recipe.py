@@ -15,8 +15,9 @@ from pipeline.config import ModelConfig, StartWeights
 from pipeline.kernels.linear_attention import linear_attention
 from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig, deinterleave
+from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import save_weights
+from pipeline.models.sana_shape import deinterleave
 from pipeline.training import metrics
 from pipeline.training.trainer import fit
 from tests.support import nvlabs_reference as nvlabs

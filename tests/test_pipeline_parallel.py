@@ -19,7 +19,8 @@ from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import Numerics, SanaConfig
+from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_shape import Numerics
 from pipeline.models.sana_stage import SanaStage
 from pipeline.parallel import pipeline_parallel
 from pipeline.training.trainer import fit

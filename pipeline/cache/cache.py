@@ -63,7 +63,7 @@ CAPTIONS = "captions"
 def check_prompts_name(name: str) -> None:
     """Raises a UserError unless the name is allowed for a prompt set."""
     if name == CAPTIONS:
-        what = f"{name!r} cannot name a prompt set: train.pictures.prompts means captions of the snapshot by it"
+        what = f"{name!r} cannot name a prompt set: in train.pictures.prompts it means the captions of the snapshot"
         raise UserError(what, fix="--prompts-name NAME")
     _check_name(name, "a prompt set", "--prompts-name NAME")
 
@@ -80,7 +80,7 @@ def name_taken(name: str, current: str, wanted: str) -> UserError:
         f"the name {name!r} points to another snapshot already",
         expected=wanted,
         found=current,
-        fix="another name, or --move: gc removes snapshots without a name",
+        fix="use another name, or --move (gc removes snapshots that have no name)",
     )
 
 
@@ -93,7 +93,7 @@ def _refuse_other(files: Files) -> None:
         and not files.exists(Paths.FORMAT)  # looked for again: another process may have made the cache meanwhile
     ):
         raise CacheError(
-            f"{files.where('')}: is not empty and not a cache", fix="--set cache=DIR, an empty or new folder"
+            f"{files.where('')}: is neither empty nor a cache", fix="--set cache=DIR, an empty or new folder"
         )
 
 
@@ -156,7 +156,7 @@ def list_of(files: Files, name: str, body: dict[str, Any]) -> Units | index.Comm
 
 @dataclass(frozen=True)
 class CacheLocation:
-    """Where a cache lies and how it is reached; the attributes are arguments of `Cache`."""
+    """The address of a cache, and what it takes to reach it. The attributes are arguments of `Cache`."""
 
     root: str
     mirror: MirrorConfig
@@ -182,6 +182,10 @@ class CacheLocation:
         _refuse_other(files)
         return None
 
+    def open_others(self, roots: Iterable[str]) -> list[Cache]:
+        """Open further caches, which are reached in the same way."""
+        return [replace(self, root=root).open() for root in roots]
+
 
 class Cache:
     """A cache folder.
@@ -190,7 +194,7 @@ class Cache:
         root: its path, or the URL of a place in an object store.
         create: make it if it does not exist; whether files can be published there is tested first.
         mirror: local folder and size for copies of an object store's files; None for the default.
-        patience_s: how long to wait for an object store or network file system that does not answer.
+        patience_s: seconds to wait for an object store or network file system that does not answer.
 
     Raises:
         CacheError: there is no cache (and `create` is false), or it is of another format or version.
@@ -379,7 +383,7 @@ class Cache:
         name = Paths.numbered(Paths.plans(recipe), number)
         if index.committed(self.files, recipe, number) and not self.files.exists(name):
             raise IntegrityError(
-                f"{self.files.where(name)}: is missing with its copy, and there are commits of its units",
+                f"{self.files.where(name)}: is missing, as is its copy, but there are commits of its units",
                 fix=f"{layout.REPAIR}, then {layout.way_out(name)}",
             )
         body: dict[str, Any] = {"recipe": recipe, "number": number, "table": self.put_table(table)}
@@ -483,9 +487,9 @@ class Cache:
         except CacheError as error:
             if not set(self.names_of(snapshot_id)) - set(MOVING):
                 raise CacheError(
-                    f"{self.location}: snapshot {snapshot_id[:12]} has no name that stays, so that gc on another "
-                    f"machine may remove it during the training, and none can be written here: {error.what}",
-                    fix=f"where the cache can be written: sana-pipe snapshots name {snapshot_id[:12]} NAME",
+                    f"{self.location}: snapshot {snapshot_id[:12]} has no permanent name, so gc on another "
+                    f"machine may remove it during the training, and no name can be written here: {error.what}",
+                    fix=f"on a machine that can write to the cache: sana-pipe snapshots name {snapshot_id[:12]} NAME",
                 ) from None
 
     def forget_name(self, name: str) -> str:

@@ -26,7 +26,7 @@ class Reference:
         files: paths of tables and shards. Going through them reads the document, and raises a CacheError if it is
             damaged.
         fix: what makes a lost table again.
-        stored: how often each table is: twice, once (it can be made from shards), or 0: it may be missing.
+        stored: copies of each table: 2, 1 (it can be made from shards), or 0 (it may be missing).
     """
 
     document: str

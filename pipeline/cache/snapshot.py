@@ -33,10 +33,10 @@ OPEN_CHUNKS = 4096
 """Chunks of a snapshot that stay mapped, for samples and for names; 10 KB of memory each. Those of 10^9 samples: every
 step has samples of nearly all chunks, and opening one again takes half a millisecond."""
 MIRRORED_CHUNKS = 64
-"""The same over a mirror, or as many as a quarter of it holds: a mapped file of an object store occupies its disk, even
-after the mirror has evicted the file."""
+"""Chunks that stay mapped over a mirror, or as many as a quarter of it holds: a mapped file of an object store occupies
+its disk, even after the mirror has evicted the file."""
 CHUNK_BYTES = 40 << 20
-"""About the size of a chunk."""
+"""Bytes of a chunk, roughly."""
 
 
 class Snapshot:

@@ -43,9 +43,9 @@ class Bucket(HeadObject):
 
     Attributes:
         height, width: pixels.
-        samples: how many it has.
+        samples: number of samples.
         batch: global batch of a step.
-        parts: in the order of rows; None if every sample is visited once per epoch.
+        parts: its parts in the order of rows; None if every sample is visited once per epoch.
         block: samples per joint shard (packed snapshots).
     """
 
@@ -128,8 +128,8 @@ class Head(HeadObject):
     """The head of a snapshot.
 
     Attributes:
-        recipes: by kind.
-        shards: by kind; the samples' tables count into them.
+        recipes: values of the recipes by kind.
+        shards: lists of shards by kind; the samples' tables count into them.
         left_out: reason -> items that are not in the snapshot.
         sources: source -> digest of its scan's table.
         parent: id of the snapshot that the name pointed to before; of the source, if this snapshot is packed.
@@ -289,7 +289,7 @@ def check_sizes(files: Files, wanted: Iterable[tuple[str, int | None]]) -> None:
             )
         if size not in (None, actual):
             raise IntegrityError(
-                f"{files.where(name)}: has another size than the snapshot says",
+                f"{files.where(name)}: does not have the size that the snapshot says",
                 expected=f"{size} bytes",
                 found=f"{actual} bytes",
                 fix=layout.REPAIR,

@@ -23,6 +23,8 @@ from pipeline.cache.shard import to_ipc
 from pipeline.cache.snapshot_lists import Chunk
 
 CHUNK_ROWS = 1 << 18
+"""Rows of a chunk at most."""
+
 _KEY = pa.binary(16)
 _PLACE = [("shard", pa.uint32()), ("offset", pa.uint64()), ("key", _KEY), ("checksum", _KEY)]
 _LENGTH = ("length", pa.uint64())

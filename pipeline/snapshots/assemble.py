@@ -234,7 +234,9 @@ def epoch_steps(visits: Fraction, batch: int, small: str) -> tuple[float, str]:
     if visits < batch:
         return 0, "left out: smaller than one batch"
     rest = float(visits % batch)
-    note = f"{rest:g} samples skipped, other ones each epoch; to use them: bucket.remainder=carry" if rest else ""
+    note = (
+        f"{rest:g} samples are skipped, different ones each epoch; to use them: bucket.remainder=carry" if rest else ""
+    )
     return visits // batch, note
 
 

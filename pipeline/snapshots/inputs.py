@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.cache.cache import Cache, CacheLocation
@@ -33,7 +33,7 @@ class Inputs:
 
     Attributes:
         caches: the cache of the configuration, then `bucket.caches`.
-        scans: by source, also of sources that are not used.
+        scans: last scans by source, also of sources that are not used.
         unused: sources of weight 0.
         resolutions: one after the other, they are `table`.
         options: what the configuration says, as `Head.options`.
@@ -55,11 +55,11 @@ class Inputs:
 
 def open_caches(location: CacheLocation, others: Sequence[str], dry_run: bool) -> list[Cache]:
     """The cache of the configuration, then those of `bucket.caches` (others: their roots)."""
-    opened = [replace(location, root=root).open() for root in others]
+    opened = location.open_others(others)
     caches = [location.open(create=bool(others) and not dry_run), *opened]
     places = [cache.place for cache in caches]
     if len(set(places)) < len(places):
-        raise UserError("bucket.caches names a cache twice, or the one of `cache`", found=", ".join(places))
+        raise UserError("bucket.caches names a cache twice, or the one that `cache` names", found=", ".join(places))
     return caches
 
 

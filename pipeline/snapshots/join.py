@@ -35,8 +35,8 @@ class EncodedRecords:
     """The encoded records that samples are joined with.
 
     Attributes:
-        recipes: those of pictures, then that of captions.
-        indexes: by kind.
+        recipes: recipes of pictures, then that of captions.
+        indexes: indexes of their records by kind.
     """
 
     recipes: Sequence[Recipe]

@@ -47,7 +47,7 @@ class Made:
 
 
 Comparing = Callable[[int], AbstractContextManager[Report]]
-"""Shows how far the comparison of so many hashes is."""
+"""Shows the progress of the comparison of a number of hashes."""
 
 
 def make(
@@ -101,8 +101,8 @@ class _Maker:
             elif wanted is None and counts[0]:
                 joined.notes.append(
                     f"source {source!r}: {sum(counts.values()) - counts[0]} pictures lie in folders such as 10_name, "
-                    f"whose numbers do not count, since {counts[0]} others lie in folders without one "
-                    f"({setting(f'bucket.sources.{source}.repeats', True)} lets them count, and visits the others once)"
+                    f"whose numbers are not used, since {counts[0]} others lie in folders without one "
+                    f"({setting(f'bucket.sources.{source}.repeats', True)} uses them, and visits the others once)"
                 )
             else:
                 joined.repeats[source] = {visits or 1: items for visits, items in sorted(counts.items())}
@@ -249,7 +249,7 @@ class _Maker:
         both = inputs.records.recipes, part.head.recipes_by_kind.values()
         if not all(map(near_samples.has_hashes, both)):
             self.joined.notes.append(
-                f"which samples of {named} look like one of these was not counted: one of the two has hashes of an "
+                f"samples of {named} that look like one of these were not counted: one of the two has hashes of an "
                 f"earlier version; {ANEW} makes them again, then sana-pipe bucket for both"
             )
             return {}

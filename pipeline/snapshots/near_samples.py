@@ -124,7 +124,7 @@ class Alike:
     Attributes:
         pictures: (row, bits in which they differ), the nearest first.
         is_flat: whether the picture has too little detail to be compared.
-        flat: how many others have.
+        flat: number of others that have.
     """
 
     pictures: list[tuple[int, int]]

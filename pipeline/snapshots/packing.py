@@ -33,7 +33,7 @@ from pipeline.errors import CacheError, UserError
 from pipeline.loader.schedule import permute
 
 OVERHEAD = 1536
-"""About so many bytes of tar and npy headers and padding per member."""
+"""Bytes of tar and npy headers and padding per member, roughly."""
 _SPAN = 1 << 16
 """Rows whose columns are read at a time."""
 WINDOW = 4
