@@ -216,12 +216,16 @@ def test_every_room_is_listed() -> None:
 
 
 def test_the_page_on_the_code_names_what_is_there() -> None:
-    """Files below the rooms of their line, and, on one picture's way, functions of the file before them."""
+    """Files below the rooms of their line, and, from one picture's way on, what is defined in the file before it."""
     way = PAGES["docs/code.md"].partition("## One picture's way")[2]
     pairs = re.findall(r"`([\w/]+\.py)` ((?:`[\w.]+`(?:, )?)+)", way)
     for file, names in pairs:
         text = (ROOT / "pipeline" / file).read_text(encoding="utf-8")
-        missing = [name for name in re.findall(r"(\w+)`", names) if not re.search(rf"(def|class) {name}\b", text)]
+        missing = [
+            name
+            for name in re.findall(r"(\w+)`", names)
+            if not re.search(rf"(def|class) {name}\b|^{name}\b", text, re.M)
+        ]
         assert not missing, (file, missing)
     files = 0
     for line in PAGES["docs/code.md"].partition("## One picture's way")[0].splitlines():
@@ -230,6 +234,15 @@ def test_the_page_on_the_code_names_what_is_there() -> None:
             files += 1
             assert any((ROOT / room / name).exists() for room in ("", *rooms)), name
     assert len(pairs) > 10 and files > 40 and len(PAGES["docs/code.md"].splitlines()) <= 90
+
+
+def test_constants_that_contributors_are_sent_to_exist() -> None:
+    named = set(re.findall(r"`(_?[A-Z][A-Z_]{3,})`", PAGES["CONTRIBUTING.md"])) - {"AWS_ENDPOINT_URL"}
+    code = "\n".join(
+        path.read_text(encoding="utf-8") for room in ("pipeline", "tests") for path in (ROOT / room).rglob("*.py")
+    )
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not re.search(rf"^{name}\b", code, re.M)] == []
 
 
 @pytest.mark.slow

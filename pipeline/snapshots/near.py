@@ -18,7 +18,7 @@ import numpy as np
 from pipeline.images.perceptual_hash import BITS, GRID, VIEW_COLOURS, VIEW_WORDS, WORDS, chroma, flipped
 
 DISTANCE = 17
-"""Bits of 128 in which the hashes of near pictures may differ (docs/design.md has what other values find)."""
+"""Bits of 128 in which the hashes of near pictures may differ."""
 MIN_QUALITY = 64
 """Quality below which pictures are in no group: their bits are noise, or those of every flat area."""
 
