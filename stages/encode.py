@@ -28,22 +28,25 @@ from pipeline.cache.cache import Cache, WorkPlan
 from pipeline.cache.files import Files
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of
 from pipeline.config import Config
-from pipeline.encoding import estimate, image_batch, last_scan, scan_rows, unit_encoder
+from pipeline.encoding import estimate, image_batch, last_scan, refusals, scan_rows, understood, unit_encoder
 from pipeline.encoding import plan as planning
 from pipeline.encoding import prompts as prompting
 from pipeline.encoding import rejects as rejecting
 from pipeline.encoding import scan as scanning
 from pipeline.encoding import survey as surveying
-from pipeline.encoding import understood as understanding
+from pipeline.encoding.encoder_settings import EncoderSettings
 from pipeline.encoding.fragments import Fragments, ScanSuperseded
 from pipeline.encoding.reading import Reading
 from pipeline.encoding.rejects import Rejects
 from pipeline.encoding.unit_encoder import UnitEncoder
-from pipeline.errors import NoSpaceError, UserError
+from pipeline.errors import IntegrityError, NoSpaceError, UserError
 from pipeline.images import buckets
+from pipeline.locations import cache_location
+from pipeline.models.text import count_rows
 from pipeline.signals import PictureSignal
 from pipeline.signals.latent import compression
 from pipeline.signals.text import TextRecipe
+from pipeline.sources import caption_rules
 from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Source
 from pipeline.work import claims, disk_space, ray_engine
@@ -101,8 +104,8 @@ def run(
                     assert asked is not None
                     done = _run_prompts(config, *asked, share, engine, stop)
                 else:
-                    source, reading = surveying.opened(config, data, source_name, format, mends=True)
-                    prefix = reading.config.data.caption_prefix
+                    config, source, reading = opened(config, data, source_name, format, mends=True)
+                    prefix = config.data.caption_prefix
                     if asked is not None:
                         lines, notes = prompting.with_trigger(asked[1], prefix)
                         asked = prompts_name, lines
@@ -110,7 +113,7 @@ def run(
                             click.echo(line, err=True)
                     elif prefix.strip():
                         asked = prompt_sets.TRIGGER, prompting.of_trigger(prefix)
-                    done = _run(reading, source, rehash, share, engine, stop, asked)
+                    done = _run(config, reading, source, rehash, share, engine, stop, asked)
         except Stopped:
             click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
             done = {"stopped": stop.name}
@@ -146,17 +149,21 @@ def dry_run(
     """
     with _text_on_stderr(as_json):
         tasks = _tasks(task_index, task_count, engine)[1]
-        survey = surveying.survey(config, data, source_name, rehash, format)
-        source, work, config = survey.source, survey.work, survey.config
-        sizes, times = estimate.sizes(work, config, caption_of(survey.recipes), survey.count_rows), None
+        config, source, reading = opened(config, data, source_name, format)
+        recipes = signals.recipes(signals.Encoders(config.vae, config.text), config.data, config.encode)
+        survey = surveying.survey(source, reading, cache_location(config).open_if_there(), recipes, rehash)
+        work, recipes = survey.work, survey.recipes
+        count = partial(count_rows, config.text, caption_rules.instruction(config.text))
+        sizes, times = estimate.sizes(work, caption_of(recipes), count), None
         if probe:
-            speed = estimate.probe(work, config, source, survey.recipes, unit_encoder.device(config.encode.device))
-            times = estimate.times(work, sizes, speed, config, tasks)
+            device = unit_encoder.device(config.encode.device)
+            speed = estimate.probe(work, source, recipes, _encoder_settings(config), device)
+            times = estimate.times(work, sizes, speed, config.encode.workers, tasks)
         free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
         report = estimate.report(source, work, sizes, free, disk_space.RESERVE, times)
-        taken = understanding.of(source, survey.scan, config.data)
+        taken = understood.of(source, survey.scan, config.data)
         fit = [
-            *taken.lines(config.data, caption_of(survey.recipes).normalisation),
+            *taken.lines(config.data, caption_of(recipes).normalisation),
             *surveying.fit_notes(survey.scan, survey.table, config.data),
         ]
         for line in [*estimate.lines(report, config.cache), *fit]:
@@ -166,8 +173,46 @@ def dry_run(
     most, rejects = config.encode.max_reject_rate, work.rejects
     if rejecting.too_many(report["items"], rejects.total, rejecting.faults(survey.scan), most):
         rejecting.refuse(source, report["items"], rejects, most, "look at the reasons above", None, taken.remedy)
-    understanding.refuse(taken, config, survey.scan, survey.cache)
+    refusals.refuse(taken, reading.given, survey.scan, survey.cache)
     return NoSpaceError.exit_code if report["enough_space"] is False else 0
+
+
+def reading_of(config: Config, format: str | None = None) -> Reading:
+    """The way to read a source that a configuration and `--format` ask for."""
+    return Reading(config.data, config.encode, config._data_given, format)
+
+
+def opened(
+    config: Config, data: str, name: str | None, format: str | None, *, mends: bool = False
+) -> tuple[Config, Source, Reading]:
+    """Open the source of `--data`; prints what differs from its last scan.
+
+    Args:
+        data, name, format: as of `run`.
+        mends: write a damaged `format.json` of the cache again.
+
+    Returns:
+        The configuration with the values with which the source is read, the source, and how it is read.
+    """
+
+    def scan_of(name: str) -> dict[str, Any] | None:
+        try:
+            cache = cache_location(config).open_if_there()
+        except IntegrityError:
+            if not mends:
+                raise
+            cache = cache_location(config).open(create=True)
+        return None if cache is None else cache.last_scan(name)
+
+    raw = config.text.recipe == "nvlabs"
+    source, reading = surveying.opened(
+        data, name, reading_of(config, format), scan_of, patience_s=config.patience_s, raw=raw
+    )
+    return config.model_copy(update={"data": reading.data, "encode": reading.encode}), source, reading
+
+
+def _encoder_settings(config: Config) -> EncoderSettings:
+    return EncoderSettings(signals.Encoders(config.vae, config.text), config.encode, config.data.max_pixels)
 
 
 def _text_on_stderr(wanted: bool) -> AbstractContextManager[Any]:
@@ -290,7 +335,7 @@ def _run_prompts(
     config: Config, name: str, lines: Lines, share: tuple[int, int], engine: str, stop: Stop
 ) -> dict[str, Any]:
     text = TextRecipe.wanted(signals.Encoders(config.vae, config.text), config.data, config.encode)
-    cache = Cache.of(config, create=True)
+    cache = cache_location(config).open(create=True)
     copies.repair_all(cache.files)
     cache.files.sweep()
     cache.add_recipe(text)
@@ -341,6 +386,7 @@ def _publish_prompts(run: _TextRun, name: str, prompts: prompting.PromptWork) ->
 
 
 def _run(
+    config: Config,
     reading: Reading,
     source: Source,
     rehash: bool,
@@ -349,12 +395,11 @@ def _run(
     stop: Stop,
     asked: tuple[str, Lines] | None,
 ) -> dict[str, Any]:
-    config = reading.config
     recipes = signals.recipes(signals.Encoders(config.vae, config.text), config.data, config.encode)
     table = buckets.table(config.data, compression(recipes))
-    cache = Cache.of(config, create=True)
+    cache = cache_location(config).open(create=True)
     copies.repair_all(cache.files)
-    recipes = surveying.with_stored_decoder(cache, recipes, config)
+    recipes = surveying.with_stored_decoder(cache, recipes, config.data.decoder)
     cache.files.sweep()
     for recipe in recipes:
         cache.add_recipe(recipe)
@@ -415,8 +460,8 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
 
 def _planned(run: EncodeRun, rehash: bool, fragments: Fragments) -> tuple[_Planned, _Work]:
     """Scan and plan, in one process of those that share the work."""
-    config, stop = run.config, run.worker.stop
-    look = scan_rows.from_bytes
+    stop, look = run.worker.stop, scan_rows.from_bytes
+    settings = surveying.ScanSettings(run.config.data, run.config.encode.workers, run.table, rehash)
     works: list[_Work] = []
 
     def plan(scan: scanning.Scan, bar: Progress) -> dict[str, Any]:
@@ -431,7 +476,7 @@ def _planned(run: EncodeRun, rehash: bool, fragments: Fragments) -> tuple[_Plann
             scan.help()
 
     while True:
-        begun = surveying.scanning_of(config, run.source, run.cache, run.table, rehash, look, fragments)
+        begun = surveying.scanning_of(run.source, run.cache, settings, look, fragments)
         with suppress(ScanSuperseded), begun as (scan, bar):
             if run.worker.tasks == 1:
                 planned = _Planned(**plan(scan, bar))
@@ -471,9 +516,9 @@ def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
     faults = rejecting.faults(table)
     rejects = len(table) - table.column("reject").null_count
     most = config.encode.max_reject_rate
-    taken = understanding.of(source, table, config.data)
+    taken = understood.of(source, table, config.data)
     rejecting.check(cache, source, table.num_rows, Rejects(work.table, rejects), faults, most, taken.remedy)
-    understanding.refuse(taken, config, table, cache)
+    refusals.refuse(taken, run.reading.given, table, cache)
     digest = cache.put_table(table)
     cache.add_scan(
         source.name,
@@ -633,7 +678,8 @@ def _beside(run: _TextRun) -> Sequence[Recipe]:
 
 @contextmanager
 def _local(run: _TextRun) -> Iterator[Make]:
-    worker, encoder = run.worker, UnitEncoder(run.config, run.cache, run.sources, _beside(run))
+    worker = run.worker
+    encoder = UnitEncoder(_encoder_settings(run.config), run.cache, run.sources, _beside(run))
     space = encoder.disk_space(worker.stop.sleep)
 
     def make(todo: Work, noun: str) -> Made:
@@ -653,7 +699,7 @@ def _local(run: _TextRun) -> Iterator[Make]:
 @contextmanager
 def _ray(run: _TextRun) -> Iterator[Make]:
     key = run.config.model_dump_json()
-    build = partial(unit_encoder.build, key, tuple(run.sources), tuple(recipe.name for recipe in _beside(run)))
+    build = partial(ray_encoder, key, tuple(run.sources), tuple(recipe.name for recipe in _beside(run)))
     with ray_engine.Cluster(run.config.encode, key, build, run.worker.stop) as cluster, run.metrics() as metrics:
 
         def make(todo: Work, noun: str) -> Made:
@@ -664,6 +710,24 @@ def _ray(run: _TextRun) -> Iterator[Make]:
             return Made(records, 0, bar.figures(), meter.beside)
 
         yield make
+
+
+def ray_encoder(config_json: str, source_names: tuple[str, ...], beside: tuple[str, ...]) -> UnitEncoder:
+    """Build the encoder of a Ray worker process.
+
+    The sources are not listed again: their items are known from the scan.
+
+    Args:
+        config_json: the configuration of the driver.
+        source_names: of the sources that pictures are read from.
+        beside: names of the recipes that `UnitEncoder` calls so.
+    """
+    launch.prefer_expandable_segments()
+    config = Config.model_validate_json(config_json)
+    cache = cache_location(config).open()
+    sources = {name: scanning.reopen(cache, name, config.data) for name in source_names}
+    recipes = [cache.recipe(name) for name in beside]
+    return UnitEncoder(_encoder_settings(config), cache, sources, recipes, check=True)
 
 
 ENGINES: dict[str, Callable[[_TextRun], AbstractContextManager[Make]]] = {"local": _local, "ray": _ray}

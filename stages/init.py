@@ -25,7 +25,10 @@ from pipeline.cache.disk import replacing
 from pipeline.cache.files import Files
 from pipeline.cache.keys import fixed
 from pipeline.config import LOCAL_NAME, Config, load, load_given, read_tree, setting, validated
-from pipeline.encoding import estimate, scan_rows, survey, understood
+from pipeline.encoding import estimate, refusals, scan_rows, survey, understood
+from pipeline.encoding.picture_commands import ALL_PICTURES
+from pipeline.encoding.reading import settles
+from pipeline.encoding.regularisation import class_of, places_of
 from pipeline.encoding.understood import Understood
 from pipeline.errors import UserError, escaped, writing
 from pipeline.gpus import CPU, GIB
@@ -149,7 +152,8 @@ class _Looked:
         source = open_source(data, of_source, patience_s=config.patience_s)
         offered, shapes = source.rule.offered, buckets.table(config.data, predict.COMPRESSION)
         try:
-            with survey.scanning_of(config, source, None, shapes, False, scan_rows.from_header) as (scanned, _):
+            settings = survey.ScanSettings(config.data, config.encode.workers, shapes)
+            with survey.scanning_of(source, None, settings, scan_rows.from_header) as (scanned, _):
                 table = scanned.table()
         except UserError:
             if field is not None or not offered or not source.rule.is_default:
@@ -179,9 +183,9 @@ class _Looked:
 def _refuse(config: Config, each: _Looked, data: Sequence[str], options: Options) -> None:
     """Raises a UserError for pictures that are likely masks, control pictures or regularisation pictures, and for files
     that are likely captions."""
-    understood.check_loose(each.taken)
+    refusals.check_loose(each.taken)
     if not any(text.startswith("data.caption=") for text in options.overrides):
-        understood.check_lists(each.taken)
+        refusals.check_lists(each.taken)
 
     def command(settings: Sequence[str], places: Sequence[str] = data) -> str:
         words = _words(places, options)
@@ -191,16 +195,16 @@ def _refuse(config: Config, each: _Looked, data: Sequence[str], options: Options
         words += ["--force"] * options.force
         return shown("init", *words, *(["--out", str(options.out)] if _config(options) else []))
 
-    if understood.settles(config, "pictures"):
+    if settles(config._data_given, "pictures"):
         reached = options.trigger is not None or not each.taken.captioned
         if not any(text.startswith("data.caption=") for text in options.overrides) and any(
             given is not None for _, given in config.data.pictures
         ):
-            understood.check_rest(each.taken, command, reached, ())
+            refusals.check_rest(each.taken, command, reached, ())
         return
-    understood.check(each.taken, command)
+    refusals.check(each.taken, command)
     if each.taken.regularisation and (options.trigger is not None or not each.taken.captioned):
-        subject, other = understood.places_of(each.taken)
+        subject, other = places_of(each.taken)
         apart = [place for one in data for place in ([subject, other] if one == each.data else [one])]
         found = [f"{one.count} such as {escaped(one.example)}" for one in each.taken.regularisation]
         raise UserError(
@@ -208,7 +212,7 @@ def _refuse(config: Config, each: _Looked, data: Sequence[str], options: Options
             "pictures, which would be learned as the subject",
             expected="a source for the subject, and another for the regularisation pictures",
             found="; ".join(found),
-            fix=f"two sources: {command([], apart)}; all are of the subject: {command([understood.ALL_PICTURES])}",
+            fix=f"two sources: {command([], apart)}; all are of the subject: {command([ALL_PICTURES])}",
         )
 
 
@@ -225,7 +229,7 @@ def _regularisation(each: _Looked, config: Config, options: Options) -> list[str
     what = f"source {each.source.name!r} is called like regularisation pictures: encode gives it no trigger word"
     if each.taken.captioned == each.taken.usable:
         return [what]
-    settings = [f"data.caption={understood.class_of(trigger)}"]
+    settings = [f"data.caption={class_of(trigger)}"]
     words = ["encode", "--data", each.data, *_config(options)]
     words += [word for text in settings for word in ("--set", text)]
     return [f"{what}. First, for those without a caption: {shown(*words)}"]
@@ -403,8 +407,10 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
     Raises:
         NothingFitsError: nothing fits into the card, as predicted.
     """
-    data = replace(Data.of(config), samples=made.trained)
-    shape = predict.architecture(config, data)
+    data = replace(
+        Data.configured(config.model, config.data, config.bucket, config.text.max_length), samples=made.trained
+    )
+    shape = predict.architecture(config.model, config.data.resolution, data)
     lines, step = list[str](), None
     if machine is not None and not machine.card.bears(config.train.precision):
         lines.append(
@@ -413,9 +419,9 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
         )
     elif machine is not None:
         search = Search(shape, data, machine, config.bears)
-        decided, lines = auto.decide(config, lambda: shape, data, machine, search=search)
-        layout_of_run = predict.check(decided.train, shape, data, machine.gpus)
-        step = search.candidate(decided.train, layout_of_run).time.step
+        decided, lines = auto.decide(config.train, machine, lambda: search)
+        layout_of_run = predict.check(decided, shape, data, machine.gpus)
+        step = search.candidate(decided, layout_of_run).time.step
     lines += extent.lines(config.train, shape, data, step)[:1]  # without its warning: the epochs are chosen
     cache = sum(_cache_bytes(config, each) for each in looked)
     steps = extent.steps_of(config.train, data)
@@ -439,7 +445,7 @@ def _cache_bytes(config: Config, looked: _Looked) -> int:
     def count(texts: Sequence[str]) -> list[int]:
         return [estimate.likely_rows(text, len(each.encode())) for each in texts]
 
-    return estimate.sizes(work, config, text, count).total
+    return estimate.sizes(work, text, count).total
 
 
 def _config(options: Options) -> list[str]:

@@ -22,8 +22,8 @@ import torch
 
 from pipeline import outputs
 from pipeline.amounts import amount
-from pipeline.cache.cache import Cache
 from pipeline.config import LOCAL_NAME, Config, Given, PicturesConfig, reads
+from pipeline.locations import cache_location
 from pipeline.options import flat, put, value_at
 from pipeline.processes import INTERRUPTED, beside, call, command, free_memory, shown
 from pipeline.reporting import run_pictures
@@ -176,7 +176,7 @@ def check_unchanged(config: Config) -> None:
     output = Path(config.train.output)
     folder = checkpoint.newest(output / "checkpoints")
     if folder is not None:
-        cache, document = Cache.of(config), checkpoint.read_document(folder)
+        cache, document = cache_location(config).open(), checkpoint.read_document(folder)
         differing = provenance.since(cache, document.state.snapshot, cache.snapshot_of("latest"))
         changes.refuse(output, [*changes.of_weights(config.model.weights, document), *differing])
 

@@ -26,16 +26,17 @@ import torch
 from torch import Tensor
 
 from pipeline import outputs
-from pipeline.cache.cache import Cache
 from pipeline.cache.prompts import spread
-from pipeline.cache.snapshot import Head
+from pipeline.cache.snapshot_head import Head
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import check_compiler, gpus, resolve_device, set_tf32
+from pipeline.locations import cache_location
 from pipeline.metrics.trackers import PictureTrackers
 from pipeline.models.adapters import Adapter, adapter_from
 from pipeline.models.encoders import vae_shape
 from pipeline.models.hub import listed, open_tensors, resolve
+from pipeline.models.sampler import Sampling
 from pipeline.reporting import draw_latents, encoder_process, run_pictures
 from pipeline.reporting.draw_latents import DrawnLatent
 from pipeline.reporting.source_pictures import SourcePictures
@@ -94,7 +95,7 @@ def run(
     """
     outputs.check(config, FOLDER if out is None else out)
     config, stored, controlled = _trained(config, checkpoint, ema)
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     opened = cache.open_snapshot(snapshot)
     if controlled is not None and CONTROL not in opened.pictures:
         raise ConfigError(
@@ -112,7 +113,10 @@ def run(
 
     def draw(title: str, weights: dict[str, Tensor]) -> list[DrawnLatent]:
         adapter = controlled if title == DRAWN and scale != 0 else None
-        return draw_latents.draw_for(config, architecture, weights, opened, chosen, device, adapter)
+        model = draw_latents.open_model(config.train, architecture, weights, device, adapter)
+        return draw_latents.draw_for(
+            model, _sampling(config), config.sample.seed, opened, chosen, controlled=adapter is not None
+        )
 
     with _working(out) as work:
         by_title = _drawn(columns, draw)
@@ -147,6 +151,10 @@ def _trained(config: Config, checkpoint: str, ema: bool) -> tuple[Config, checkp
     for line in checkpoints.other_drawing(config.train, trained):
         _log(f"note: drawn as {stored.folder} was trained: {line}")
     return config.model_copy(update={"train": trained}), stored, controlled
+
+
+def _sampling(config: Config) -> Sampling:
+    return Sampling.of(config.sample, config.train.flow.shift, config.train.drawn_at_once)
 
 
 def _columns(
@@ -314,8 +322,9 @@ def run_prompts(
         device = _device(config)
 
         def draw(title: str, weights: dict[str, Tensor]) -> list[Tensor]:
-            given = (controlled, drawn_from) if title == DRAWN and scale != 0 else ()
-            return draw_latents.draw_prompts(config, stored.architecture, weights, encoded, shape, device, *given)
+            adapter, control = (controlled, drawn_from) if title == DRAWN and scale != 0 else (None, None)
+            model = draw_latents.open_model(config.train, stored.architecture, weights, device, adapter)
+            return draw_latents.draw_prompts(model, _sampling(config), config.sample.seed, encoded, shape, control)
 
         latents = _drawn(columns, draw)
         if drawn_from is not None:
@@ -386,7 +395,7 @@ def decode(config: Config, latents: Path, out: Path) -> int:
 def recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, TextRecipe | None]:
     """The recipes that a model was trained with; None if its snapshot is not in the cache."""
     try:
-        cache = Cache.if_there(config)
+        cache = cache_location(config).open_if_there()
         if cache is not None:
             head = Head.read(cache.files, snapshot)
             return head.recipe(LatentRecipe), head.recipe(TextRecipe)

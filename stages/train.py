@@ -19,18 +19,19 @@ import torch
 from pipeline.cache.cache import Cache
 from pipeline.cache.prompts import PromptSet
 from pipeline.cache.snapshot import Snapshot
-from pipeline.config import Config, ParallelConfig, reads, written
+from pipeline.config import Config, ParallelConfig, TrainConfig, reads, written
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch, check_compiler, detect, resolve_device
 from pipeline.loader import shard_prefetch
 from pipeline.loader.inputs import Inputs
 from pipeline.loader.schedule import Schedule
-from pipeline.models.spec import ModelSpec
+from pipeline.locations import cache_location
 from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0
 from pipeline.parallel.mesh import agreed_device, open_mesh, reopening
 from pipeline.planning import auto
 from pipeline.planning.expectation import Expectation, expect
 from pipeline.planning.predict import Data, Machine
+from pipeline.planning.search import Search
 from pipeline.processes import follow_with
 from pipeline.reporting import run_pictures
 from pipeline.snapshots import opening, provenance
@@ -123,7 +124,7 @@ def _for_the_smallest(config: Config, launch: Launch, machine: Machine, function
 
 
 def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
-    cache, launch, log = Cache.of(config), call.launch, call.log
+    cache, launch, log = cache_location(config).open(), call.launch, call.log
     resumed, chosen = _start(config, cache, call, snapshot)
     continued = None if resumed is None or resumed.begins else resumed.document
     opened = cache.open_snapshot(chosen)
@@ -143,15 +144,15 @@ def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
         changes.refuse(Path(config.train.output), lines)
     config = _as_encoded(config, cache, opened, log)
     config, inputs = open_inputs(config, cache, opened, resumed, log)
-    data = Data.of(config, opened)
-    device = agreed_device(launch, cache.files.patience_s, partial(_device, config, launch, log))
+    data = Data.of(opened)
+    device = agreed_device(launch, cache.patience_s, partial(_device, config, launch, log))
     config = config.with_train(text=text_layout(config.train, device))
     if config.train.undecided:
         config = _decided(config, inputs, launch, device, data, continued, log)
 
     def predicted(context: Context) -> Expectation | None:
         shape = partial(architecture_of, config.model, context.task.sample_size)
-        return expect(config, shape, data, device, launch, context.log)
+        return expect(config.train, shape, data, device, launch, context.log)
 
     given = replace(
         _task(config, inputs, launch, call.quarantine), expect=predicted, accepted=partial(opening.keep, cache, inputs)
@@ -244,23 +245,23 @@ def _decided(
     log: Log,
 ) -> Config:
     """The configuration with values for what is `auto`."""
-    as_begun, processes = (None, None) if continued is None else (continued.config, continued.processes)
+    begun = None if continued is None else auto.Begun(continued.config["train"], continued.processes)
 
-    def shape() -> ModelSpec:
-        return architecture_of(config.model, inputs.sample_size)
+    def decide(machine: Machine) -> tuple[TrainConfig, list[str]]:
+        def search() -> Search:
+            return Search(architecture_of(config.model, inputs.sample_size), data, machine, config.bears)
 
-    def decide(machine: Machine) -> tuple[Config, list[str]]:
-        return auto.decide(config, shape, data, machine, as_begun, processes, log)
+        return auto.decide(config.train, machine, search, begun, log)
 
     machine = auto.present(device, launch)
     if launch.world > 1 and config.train.undecided != ("compile",):
         chosen, lines = _for_the_smallest(config, launch, machine, decide)
     else:
         chosen, lines = decide(machine)
-    chosen, more = auto.decide_compile(chosen, device, as_begun)
+    chosen, more = auto.decide_compile(chosen, device, begun)
     for line in (*lines, *more):
         log(line)
-    return chosen
+    return config.model_copy(update={"train": chosen})
 
 
 def _start(config: Config, cache: Cache, call: _Call, snapshot: str | None) -> tuple[checkpoint.Resumed | None, str]:

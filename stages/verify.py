@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -16,8 +17,12 @@ from pipeline.cache.findings import BACKUP, Finding, Replaced, named_snapshots, 
 from pipeline.cache.layout import Paths
 from pipeline.cache.lost import repair_documents
 from pipeline.config import Config
+from pipeline.encoding.encoder_settings import EncoderSettings
 from pipeline.encoding.repair import Repairs, repair_table
+from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError, expanded
+from pipeline.locations import cache_location
+from pipeline.signals import Encoders
 from pipeline.snapshots import packing
 from pipeline.work.progress import Progress
 
@@ -36,8 +41,8 @@ def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_jso
         CacheError: there is no cache.
         UserError: a repair needs a source or a model that is not there. All other damage is repaired first.
     """
-    cache = Cache.of(config)
-    repairs = Repairs(config, cache, dict(_pair(text) for text in data)) if repair else None
+    cache = cache_location(config).open()
+    repairs = _repairs(config, cache, data) if repair else None
     with Progress("files", None) as bar:
         report = _Report(cache, bar, log=not as_json)
         documents = report.add(audit.verify_documents(cache, report.count))
@@ -54,13 +59,20 @@ def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_jso
     if as_json:
         click.echo(json.dumps({"files": bar.done, "bytes": report.bytes, "ok": not left, "findings": report.rows()}))
     else:
-        result = f"{len(left)} damaged" if left else "all is right"
+        result = f"{len(left)} damaged" if left else "no damage"
         click.echo(f"{bar.done} files, {amount(report.bytes)} read: {result}")
         for fix in sorted({finding.fix for finding in left if not (repair and finding.fix == layout.REPAIR)}):
             click.echo(f"fix: {fix}")
     if error is not None:
         raise error
     return IntegrityError.exit_code if left else 0
+
+
+def _repairs(config: Config, cache: Cache, data: tuple[str, ...]) -> Repairs:
+    settings = EncoderSettings(Encoders(config.vae, config.text), config.encode, config.data.max_pixels)
+    encoder = UnitEncoder(settings, cache, {}, check=True)
+    others = partial(cache_location(config).open_others, config.bucket.caches)
+    return Repairs(encoder, config.data, others, dict(_pair(text) for text in data))
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -141,12 +153,12 @@ def _repair_documents(cache: Cache, findings: list[Finding], report: _Report) ->
     """Repair damaged documents; also write the copies that are missing, with or without findings."""
     lost, known = repair_documents(cache), {finding.path for finding in findings}
     names = sorted(name for name in lost - known if layout.is_document(name))
-    findings += report.add(Finding(name, "is lost with its copy, or lacks a table") for name in names)
+    findings += report.add(Finding(name, "is lost together with its copy, or lacks a table") for name in names)
     still = {finding.path for finding in audit.verify_documents(cache)} if findings else set()
     for finding in findings:
         if finding.path in lost:
             command = layout.way_out(finding.path)
-            report.outcome(finding.path, f"lost with its copy; what makes again what it was for: {command}")
+            report.outcome(finding.path, f"lost together with its copy; to make its content again: {command}")
         else:
             report.outcome(finding.path, FAILED if finding.path in still else "restored")
 

@@ -22,7 +22,7 @@ from pipeline.cache.cache import Cache, Unit
 from pipeline.cache.disk import cache_errors
 from pipeline.cache.files import Files
 from pipeline.config import Config
-from pipeline.encoding import estimate, unit_encoder
+from pipeline.encoding import estimate
 from pipeline.errors import CacheError, NoSpaceError
 from pipeline.work import claims, disk_space, engine, ray_engine
 from pipeline.work.disk_space import DiskSpace
@@ -287,7 +287,8 @@ def test_a_ray_task_waits_too(
 
     def task() -> ray_engine.Done:
         text = config.model_dump_json()
-        order = ray_engine.WorkerSettings(text, str(tmp_path), __version__, partial(unit_encoder.build, text, (), ()))
+        build = partial(stages.encode.ray_encoder, text, (), ())
+        order = ray_engine.WorkerSettings(text, str(tmp_path), __version__, build)
         before = Path.cwd()
         try:
             return ray_engine.make_unit(order, recipe, 0, plan.units[-1].unit)

@@ -23,15 +23,17 @@ from pipeline.cache.cache import Cache, WorkPlan
 from pipeline.cache.files import Files
 from pipeline.cache.index import RecordReject
 from pipeline.cache.recipes import Recipe
-from pipeline.config import Config, EncodeConfig, dump, load
+from pipeline.config import Config, EncodeConfig, dump
 from pipeline.encoding import estimate, scan_rows, unit_records
 from pipeline.encoding import plan as planning
+from pipeline.encoding.encoder_settings import EncoderSettings
+from pipeline.encoding.plan import images_of_batch
 from pipeline.encoding.survey import survey
 from pipeline.errors import CacheError, NoSpaceError, RejectRateError, UserError
 from pipeline.images import buckets
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder, count_rows
-from pipeline.signals import Encoders, recipes
+from pipeline.signals import Encoders, PictureSignal, recipes
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.phash import RULE, HashRecipe
 from pipeline.signals.text import TextRecipe
@@ -241,8 +243,11 @@ def test_the_probe_keeps_to_its_time(
             kind, "encode", lambda self, batch, real=real: (sizes.append(len(batch)), real(self, batch))[1]
         )
     config = make_config(tmp_path)
-    result = survey(config, str(source))
-    speed = estimate.probe(result.work, config, result.source, result.recipes, "cpu", budget_s=0)
+    _, opened, reading = stages.encode.opened(config, str(source), None, None)
+    models = Encoders(config.vae, config.text)
+    result = survey(opened, reading, None, recipes(models, config.data, config.encode))
+    settings = EncoderSettings(models, config.encode, config.data.max_pixels)
+    speed = estimate.probe(result.work, opened, result.recipes, settings, "cpu", budget_s=0)
     assert set(sizes) == {1}
     assert speed.pixel_s[result.recipes[0]] and speed.token_s and speed.decode_s
 
@@ -270,12 +275,13 @@ def test_a_batch_that_would_take_too_long_is_measured_by_one_picture(
     latent = recipes(Encoders(config.vae, config.text), config.data, config.encode)[0]
     folder = FolderSource(source, "text")
     items = [item.place for item in folder.items()]
-    decoded: list[float] = []
     encoder: Any = Encoder()
-    result = estimate.probe_images(encoder, folder, items, (64, 64), config, latent, 60.0, decoded)
+    assert isinstance(latent, PictureSignal)
+    probe = estimate.ImageProbe(encoder, latent, folder, (64, 64), images_of_batch(config.encode, (64, 64), None))
+    result = probe.measure(items, config.data.max_pixels, 60.0)
     assert result == (pytest.approx(measured[0]), measured[1])
     assert sizes == batches
-    assert len(decoded) == 4
+    assert len(probe.decoded) == 4
 
 
 def test_a_disk_that_is_too_small_is_reported_and_ends_with_6(
@@ -377,14 +383,13 @@ def test_hours_are_the_slower_of_encoder_and_decoding_then_the_text(decode_s: fl
     work, sizes = estimate.Wanted(pictures=pictures, captions=1), estimate.Sizes({}, 0, tokens=20, sampled=1)
     pixels = shape[0] * shape[1]
     speed = estimate.Speed({latent: 1.0 / pixels, hashed: 0.5 / pixels}, decode_s, 0.5, 10.0, 1, 1, "cpu")
-    config = load("tiny", ["cache=/nowhere", "encode.workers=2"])
-    result = estimate.times(work, sizes, speed, config, tasks=2)
+    result = estimate.times(work, sizes, speed, workers=2, tasks=2)
     seconds = max(4 * 1.0 + 2 * 0.5, 4 * decode_s / 2) + 20 * 0.5
     assert result["device_hours"] == pytest.approx(seconds / 3600)
     assert result["hours_per_task"] == pytest.approx((seconds / 2 + 10) / 3600)
     assert result["decode_bound"] is bound
     unknown = dataclasses.replace(speed, pixel_s={latent: 1.0 / pixels})
-    result = estimate.times(work, sizes, unknown, config, tasks=2)
+    result = estimate.times(work, sizes, unknown, workers=2, tasks=2)
     assert (result["device_hours"], result["decode_bound"]) == (None, False)
 
 

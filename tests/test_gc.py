@@ -724,11 +724,11 @@ def test_bucket_refuses_a_name_that_points_elsewhere(
     other = make_config(small_cache_copy.parent, "bucket.batch=6")
     with pytest.raises(UserError):
         stages.bucket.run(other, name="r1")
-    assert Cache.of(config).snapshot_of("r1") == Cache.of(config).snapshot_of("latest") == first
+    assert Cache(config.cache).snapshot_of("r1") == Cache(config.cache).snapshot_of("latest") == first
     second = stages.bucket.run(other, name="r1", move=True)
-    assert Cache.of(config).snapshot_of("r1") == second != first
+    assert Cache(config.cache).snapshot_of("r1") == second != first
     assert stages.snapshots.name(config, first[:10], "old") == 0
-    assert Cache.of(config).snapshot_of("old") == first
+    assert Cache(config.cache).snapshot_of("old") == first
     with pytest.raises(UserError):
         stages.snapshots.name(config, first, "r1")
     assert stages.snapshots.name(config, second, "latest") == 0, "it points there already"
@@ -762,7 +762,7 @@ def test_a_forgotten_source_is_in_no_new_snapshot(
     make_config: MakeConfig, photos: Path, small_cache_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(small_cache_copy.parent)
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     before = stages.bucket.run(config, name="with")
     assert stages.forget.run(config, source="photos") == 0
     assert list(garbage.unneeded(cache, 0)) and "sana-pipe gc lists" in capsys.readouterr().out
@@ -915,7 +915,7 @@ def test_a_refused_start_names_nothing(
     small_cache_copy: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, started: None
 ) -> None:
     config = make_config(small_cache_copy.parent)
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     checkpoint = Path(config.train.output) / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
     with pytest.raises(UserError, match=naming(config.train.output, "--resume auto")):
@@ -938,7 +938,7 @@ def test_encode_makes_records_again_whose_shard_is_gone(
     damage: str, small_cache_copy: Path, make_config: MakeConfig, photos: Path
 ) -> None:
     config = make_config(small_cache_copy.parent)
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     lost = {}
     for kind in ("latent", "text"):
         path = max(small_cache_copy.glob(f"shards/{kind}-*/*/*.tar"), key=lambda p: p.stat().st_size)

@@ -337,7 +337,7 @@ def test_kernels_are_refused_before_a_run_where_nothing_compiles_them(
         with monkeypatch.context() as patch:
             change(patch)
             with pytest.raises(UserError, match=naming("gcc", python)):
-                auto.decide_compile(load("tiny", []), gpu)
+                auto.decide_compile(load("tiny", []).train, gpu)
             launch.check_compiler(torch.device("cpu"))
             patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
             launch.check_compiler(gpu)

@@ -29,7 +29,8 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.gpus": "errors",
         "pipeline.processes": "errors urls",
         "pipeline.counters": "",
-        "pipeline.outputs": "config errors options cache",
+        "pipeline.locations": "config cache",
+        "pipeline.outputs": "config errors options cache locations",
         "pipeline.retrying": "errors counters",
         "pipeline.cache": "config errors urls counters retrying",
         "pipeline.metrics": "errors options counters processes cache",
@@ -45,15 +46,15 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.parallel": "config errors launch kernels layer_classes",
         "pipeline.encoding": "config errors options amounts launch cache signals sources images models work",
         "pipeline.training": "config errors options yaml_text gpus amounts terminal counters processes retrying launch"
-        " cache.disk cache.process_identity cache.layout cache.snapshot metrics models kernels loader parallel",
+        " cache.disk cache.process_identity cache.layout cache.snapshot_head metrics models kernels loader parallel",
         "pipeline.planning": "config errors options yaml_text gpus amounts launch cache signals images models kernels"
         " loader parallel training",
         "pipeline.reporting": "config errors options yaml_text amounts processes cache signals sources images models"
         " snapshots loader encoding training",
         "pipeline.cli": "config errors options launch processes sources.formats stages",
-        "stages": "config errors options outputs yaml_text gpus amounts urls launch processes retrying cache metrics"
-        " signals"
-        " sources images models snapshots loader work parallel encoding training planning reporting demo",
+        "stages": "config errors options locations outputs yaml_text gpus amounts urls launch processes retrying cache"
+        " metrics signals sources images models snapshots loader work parallel encoding training planning reporting"
+        " demo",
     }.items()
 }
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may import it
@@ -140,6 +141,40 @@ def test_no_test_imports_another_test() -> None:
         if target.startswith("tests.test_")
     ]
     assert borrowed == []
+
+
+def circular(root: Path) -> list[str]:
+    """Modules that import themselves through others, also inside functions and for types alone."""
+    modules = {here for here, _ in _imported(root)}
+    left: dict[str, set[str]] = {here: set() for here in modules}
+    for here, target in _imported(root):
+        while target not in modules and target:
+            target = target.rpartition(".")[0]
+        left[here] |= {target} - {here, ""}
+    while ends := {here for here, targets in left.items() if not targets}:
+        left = {here: targets - ends for here, targets in left.items() if here not in ends}
+    used = set[str]().union(*left.values())
+    while tops := left.keys() - used:
+        left = {here: targets for here, targets in left.items() if here not in tops}
+        used = set[str]().union(*left.values())
+    return sorted(left)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert [module for module in circular(ROOT) if not _within(module, "pipeline.models")] == []
+
+
+def test_a_planted_circle_is_named(tmp_path: Path) -> None:
+    """Also one for types, below a module that is in no circle, and above another."""
+    (tmp_path / "pipeline").mkdir()
+    for name, line in {
+        "top": "from pipeline.one import x",
+        "one": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pipeline.two import x",
+        "two": "def f():\n    from pipeline import one, end",
+        "end": "",
+    }.items():
+        (tmp_path / f"pipeline/{name}.py").write_text(line + "\n")
+    assert circular(tmp_path) == ["pipeline.one", "pipeline.two"]
 
 
 PRIVATE_USES = 26

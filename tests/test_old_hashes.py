@@ -23,9 +23,9 @@ from pipeline.encoding.reading import settled
 from pipeline.errors import CacheError
 from pipeline.images import perceptual_hash
 from pipeline.images.perceptual_hash import WORDS
-from pipeline.reporting.figures import collect
 from pipeline.signals import phash
 from pipeline.snapshots import heldout
+from tests.support.reports import collect
 
 MakeConfig = Callable[..., Config]
 SIGNALS, BEFORE = "encode.signals=[phash]", "dct-sign-2x128-1"
@@ -119,9 +119,10 @@ def test_hashes_of_a_source_stay_where_its_scan_does_not_remember_them(
     [document] = sorted((tmp_path / "cache" / "sources" / "all").glob("*.json"))
     body = cache.last_scan("all")
     assert body is not None and document.exists() and body["read"]["used"].pop("signals") == ["phash"]
-    reading = settled(config(), None, "all", body)
-    assert reading.config.encode.signals == ["phash"] and "encode.signals" in " ".join(reading.notes)
-    assert settled(config("encode.signals=[]"), None, "all", body).config.encode.signals == []
+
+    reading = settled(stages.encode.reading_of(config()), "all", body)
+    assert reading.encode.signals == ["phash"] and "encode.signals" in " ".join(reading.notes)
+    assert settled(stages.encode.reading_of(config("encode.signals=[]")), "all", body).encode.signals == []
 
 
 def test_hashes_of_an_unknown_rule_need_a_newer_version() -> None:

@@ -21,6 +21,7 @@ from pipeline.cache.cache import Cache
 from pipeline.cache.shard import ShardReader
 from pipeline.config import Config
 from pipeline.encoding import estimate, unit_records
+from pipeline.encoding.encoder_settings import EncoderSettings
 from pipeline.encoding.plan import lead_made
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import ConfigError
@@ -29,6 +30,7 @@ from pipeline.images.perceptual_hash import LENGTH, hashes
 from pipeline.loader.loader import Loader
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
+from pipeline.signals import Encoders
 from pipeline.signals.phash import HashRecipe
 from tests.support.constants import constants, unit_sizes
 from tests.support.loading import loader_settings
@@ -169,7 +171,8 @@ def test_another_worker_leaves_hashes_whose_latents_are_being_made(
     lead = cache.recipes("latent")[0].name
     assert plan.beside == (lead, 0)
     assert not any(map(lead_made(cache, plan, lead), plan.units))
-    first, space = cache.plan(lead, 0), UnitEncoder(config, cache, {}, cache.recipes("phash")).disk_space()
+    settings = EncoderSettings(Encoders(config.vae, config.text), config.encode, config.data.max_pixels)
+    first, space = cache.plan(lead, 0), UnitEncoder(settings, cache, {}, cache.recipes("phash")).disk_space()
     for unit, beside in zip(first.units, plan.units, strict=True):
         need = [estimate.unit_bytes(cache, *one) for one in ((first, unit), (plan, beside))]
         assert space.unit_bytes(first, unit) == sum(need) and space.unit_bytes(plan, beside) == need[1] > 0

@@ -170,13 +170,13 @@ def test_prompts_are_those_of_any_set_in_the_cache(small_cache_copy: Path, make_
         stages.train.run(config, log=lambda line: None)
     (tmp_path / "prompts.txt").write_text("a bird\na tree\n")
     stages.encode.run(make_config(tmp_path), None, prompts=str(tmp_path / "prompts.txt"))
-    drawn = newest(Cache.of(config), "prompts")
+    drawn = newest(Cache(config.cache), "prompts")
     (tmp_path / "preserve.txt").write_text("a dog\na cat\n")
     words = shlex.split(str(refused.value.fix).partition(", ")[0].replace("FILE", str(tmp_path / "preserve.txt")))
     asked = dict(zip(words[2::2], words[3::2], strict=True))
     assert words[:2] == ["sana-pipe", "encode"] and asked.keys() == {"--prompts", "--prompts-name"}
     stages.encode.run(make_config(tmp_path), None, prompts=asked["--prompts"], prompts_name=asked["--prompts-name"])
-    assert drawn == newest(Cache.of(config), "prompts"), "the fix leaves the prompts that are drawn"
+    assert drawn == newest(Cache(config.cache), "prompts"), "the fix leaves the prompts that are drawn"
     stages.train.run(config, log=lambda line: None)
     rows = metrics.read(tmp_path / "run/metrics.jsonl")
     assert [sorted(row["parts"]) for row in rows] == [["flow", "preserve"]] * 2

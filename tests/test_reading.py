@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+import stages.encode
 from pipeline.cache.scan_table import SCAN
 from pipeline.config import DataConfig, TagsConfig, load
 from pipeline.encoding.reading import as_read, settled
@@ -24,7 +25,7 @@ SET = f"data.caption_prefix={PREFIX!r}"
 
 def read(scan: dict[str, Any] | None, path: Path | str | None, *overrides: str, format: str | None = None) -> Any:
     """(reading, scan document of it) of an `encode` with this configuration."""
-    reading = settled(load(path, list(overrides)), format, "pictures", scan)
+    reading = settled(stages.encode.reading_of(load(path, list(overrides)), format), "pictures", scan)
     return reading, reading.document()
 
 
@@ -41,15 +42,15 @@ def test_what_set_gave_stays_until_set_gives_another(tmp_path: Path) -> None:
     _, scan = read(None, plain, SET)
     for path in (plain, dumped, None):  # a file that says what it said before gives nothing on purpose
         again, after = read(scan, path)
-        assert again.config.data.caption_prefix == PREFIX
+        assert again.data.caption_prefix == PREFIX
         assert len(again.notes) == 1
         assert re.search(naming("pictures", "data.caption_prefix", PREFIX, "--set"), again.notes[0])
         assert after["read"]["used"] == scan["read"]["used"]
     changed, scan = read(scan, plain, "data.caption_prefix=''")
-    assert changed.config.data.caption_prefix == ""
+    assert changed.data.caption_prefix == ""
     assert len(changed.notes) == 1 and scan == {}
     unchanged, _ = read(scan, plain)
-    assert unchanged.config.data.caption_prefix == "" and not unchanged.notes
+    assert unchanged.data.caption_prefix == "" and not unchanged.notes
 
 
 def test_a_file_gives_what_it_says_anew(tmp_path: Path) -> None:
@@ -57,11 +58,11 @@ def test_a_file_gives_what_it_says_anew(tmp_path: Path) -> None:
     _, scan = read(None, path)
     for other in (file(tmp_path, "without.yaml", "{}"), None, "sana_1600m_1024"):  # says nothing of it
         kept, _ = read(scan, other)
-        assert kept.config.data.caption_prefix == "one, " and len(kept.notes) == 1
+        assert kept.data.caption_prefix == "one, " and len(kept.notes) == 1
     edited, scan = read(scan, file(tmp_path, "own.yaml", "{caption_prefix: 'two, '}"))
-    assert edited.config.data.caption_prefix == "two, " and len(edited.notes) == 1
+    assert edited.data.caption_prefix == "two, " and len(edited.notes) == 1
     again, _ = read(scan, path)
-    assert again.config.data.caption_prefix == "two, " and not again.notes
+    assert again.data.caption_prefix == "two, " and not again.notes
 
 
 def test_every_way_of_reading_is_remembered(tmp_path: Path) -> None:
@@ -78,14 +79,14 @@ def test_every_way_of_reading_is_remembered(tmp_path: Path) -> None:
     plain = file(tmp_path, "plain.yaml", "{}")
     _, scan = read(None, plain, *(f"data.{name}={value}" for name, value in options.items()), format="parquet")
     again, after = read(scan, plain)
-    assert {name: again.config.data.model_dump(mode="json")[name] for name in options} == options
+    assert {name: again.data.model_dump(mode="json")[name] for name in options} == options
     assert again.format == "parquet" and after["read"]["used"] == scan["read"]["used"]
     assert len(again.notes) == len(options) + 1
-    assert as_read(load("sana_1600m_1024").data, scan) == again.config.data
+    assert as_read(load("sana_1600m_1024").data, scan) == again.data
     # options of which one replaces the other are given together
     field, _ = read(scan, plain, "data.caption_field=short", "data.resolution=512", format="folder")
-    assert (field.config.data.caption_weights, field.config.data.buckets) == ({}, "sana")
-    assert field.format == "folder" and field.config.data.caption_prefix == "a"
+    assert (field.data.caption_weights, field.data.buckets) == ({}, "sana")
+    assert field.format == "folder" and field.data.caption_prefix == "a"
 
 
 @pytest.mark.parametrize("first", ["sana_600m_512", "sana_1600m_1024"])
@@ -93,9 +94,9 @@ def test_a_configuration_that_is_asked_for_decides_and_the_shipped_default_does_
     """That the shipped default has another resolution does not encode everything again."""
     _, scan = read(None, first)
     resolution = load(first).data.resolution
-    assert read(scan, None)[0].config.data.resolution == resolution
+    assert read(scan, None)[0].data.resolution == resolution
     for second in ("sana_600m_512", "sana_1600m_1024"):
-        assert read(scan, second)[0].config.data.resolution == load(second).data.resolution
+        assert read(scan, second)[0].data.resolution == load(second).data.resolution
 
 
 def test_a_note_names_what_is_given_of_further_pictures(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_a_note_names_what_is_given_of_further_pictures(tmp_path: Path) -> None:
     assert '"folder": "masks"' in note and '"made": "alpha"' in note and "null" not in note
     (given,) = re.findall(r"so far: (.*)\)", note)
     name, value = shlex.split(given)
-    assert name == "--set" and load(plain, [value]).data.pictures == read(scan, plain)[0].config.data.pictures
+    assert name == "--set" and load(plain, [value]).data.pictures == read(scan, plain)[0].data.pictures
 
 
 MASK, CONTROL = {"suffix": "-masklabel", "required": False}, {"folder": "poses"}
@@ -167,25 +168,22 @@ def test_what_a_source_has_stays_until_it_is_changed_option_by_option(case: str,
     overrides, changed = STAYS[case]
     reading, after = read(scan, plain, *overrides)
     wanted = load(plain, [f"{option}={json.dumps(value)}" for option, value in {**REMEMBERED, **changed}.items()])
-    assert (reading.config.data, reading.config.encode) == (wanted.data, wanted.encode)
+    assert (reading.data, reading.encode) == (wanted.data, wanted.encode)
     for option in REMEMBERED:
         [said] = [note for note in reading.notes if re.search(naming(option, "--set"), note)]
         assert ("so far: " in said) == (option in changed)
-    assert read(after, plain)[0].config.data == wanted.data, "and it is remembered in turn"
+    assert read(after, plain)[0].data == wanted.data, "and it is remembered in turn"
 
 
 def test_a_file_that_says_something_else_changes_what_it_names(tmp_path: Path) -> None:
     before = file(tmp_path, "a.yaml", "{tags: {drop: 0.1, keep: 1}, pictures: {mask: {suffix: -m}}}")
     _, scan = read(None, before, "data.tags.shuffle=2", "data.pictures.control.folder=edges")
     drop, _ = read(scan, file(tmp_path, "b.yaml", "{tags: {drop: 0.2, keep: 1}, pictures: {mask: {suffix: -m}}}"))
-    assert drop.config.data.tags == TagsConfig(drop=0.2, keep=1, shuffle=2)
-    assert drop.config.data.pictures == load(before, ["data.pictures.control.folder=edges"]).data.pictures
+    assert drop.data.tags == TagsConfig(drop=0.2, keep=1, shuffle=2)
+    assert drop.data.pictures == load(before, ["data.pictures.control.folder=edges"]).data.pictures
     without, _ = read(scan, file(tmp_path, "c.yaml", "{tags: null, pictures: {control: {folder: poses}}}"))
-    assert without.config.data.tags is None and without.config.data.pictures.mask is None
-    assert (
-        without.config.data.pictures.control
-        == load("tiny", ["data.pictures.control.folder=poses"]).data.pictures.control
-    )
+    assert without.data.tags is None and without.data.pictures.mask is None
+    assert without.data.pictures.control == load("tiny", ["data.pictures.control.folder=poses"]).data.pictures.control
 
 
 def test_a_further_picture_of_no_place_names_the_options(tmp_path: Path) -> None:

@@ -28,10 +28,12 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.encoding import unit_records
+from pipeline.encoding.encoder_settings import EncoderSettings
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
 from pipeline.models import encoders
 from pipeline.models.text import TextEncoder
+from pipeline.signals import Encoders
 from pipeline.signals.text import TextRecipe
 from tests.support import tiny_cache
 from tests.support.damage import flip
@@ -170,6 +172,26 @@ def test_a_second_damage_beside_a_replaced_record_is_repaired(cache: Cache, veri
     assert verified(same)[0] == 0
     assert path.read_bytes() == whole and plans() == 3
     assert verified() == (0, [])
+
+
+def test_the_worked_example_of_a_repair(cache: Cache, verified: Callable[..., Any]) -> None:
+    """As in the comment of `Repairs._unit`."""
+    same, other, (path, rows, _) = encoder(cache, 0), encoder(cache, 1), latents(cache)
+    whole, recipe, encoded = path.read_bytes(), cache.recipes("latent")[0].name, list[set[bytes]]()
+
+    def encode(of: object, plan: WorkPlan, unit: Unit, commit: index.Commit, only: set[bytes], *rest: Any) -> Any:
+        encoded.append(only)
+        return other(of, plan, unit, commit, only, *rest)
+
+    b, a = (row["key"] for row in rows[:2])
+    for row in rows[:2]:
+        flip(path, row["offset"])
+        assert ("shards", layout.REPAIR, "replaced") in verified(encode)[1]
+    assert encoded == [{b}, {b, a}]
+    plans = [plan for plan in cache.plans(recipe) if plan.number]
+    keys = [cache.unit_rows(plan, unit).column("key").to_pylist() for plan in plans for unit in plan.units]
+    assert keys == [[b], [a]], "the later plan has b already"
+    assert verified(same)[0] == 0 and path.read_bytes() == whole
 
 
 def test_a_restored_head_hides_no_damaged_records_of_its_snapshot(cache: Cache, verified: Callable[..., Any]) -> None:
@@ -368,7 +390,9 @@ def test_each_recipe_is_compared_with_the_encoder_that_is_loaded(
     commit = index.commits(cache.files, recipe.name, 0)[0]
     unit = next(unit for unit in plan.units if unit.unit == commit.unit)
     only = {row["key"] for row in audit.record_rows(cache, commit)}
-    encoder = UnitEncoder(make_config(tmp_path), cache, {}, check=True)
+    config = make_config(tmp_path)
+    settings = EncoderSettings(Encoders(config.vae, config.text), config.encode, config.data.max_pixels)
+    encoder = UnitEncoder(settings, cache, {}, check=True)
     rows = cache.unit_rows(plan, unit)
     assert list(encoder.remake(plan, unit, commit, only, rows))
     with pytest.raises(CacheError) as caught:
@@ -477,7 +501,7 @@ def test_a_picture_that_has_moved_is_repaired_from_its_new_place(
     stages.encode.run(config, str(data))
     put({f"0{name}" if kind == "folder" else name: contents[name] for name in sorted(contents, reverse=True)})
     assert stages.encode.run(config, str(data))["images"] == 0
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     recipe = cache.recipes("latent")[0].name
     commit = index.commits(cache.files, recipe, 0)[0]
     path = cache.root / layout.Paths.shard(recipe, str(commit.shard))

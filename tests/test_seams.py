@@ -287,8 +287,8 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     from pipeline.cache.cache import Cache
     from pipeline.models import spec
     from pipeline.planning import predict
-    from pipeline.reporting import draw_latents
     from tests.support import pixart
+    from tests.support.drawings import draw_for
 
     monkeypatch.setitem(spec.KINDS, pixart.CLASS, "tests.support.pixart:PixArt")
     torch.manual_seed(0)
@@ -302,7 +302,7 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
 
     given = build.architecture_of(config.model, 8)
     assert isinstance(given, pixart.PixArt)
-    data, machine = predict.Data.of(config, snapshot), predict.Machine(gpus.card("h100"), 80 << 30, 1)
+    data, machine = predict.Data.of(snapshot), predict.Machine(gpus.card("h100"), 80 << 30, 1)
     assert predict.predict(config.train, given, data, machine).fits
     with pytest.raises(ConfigError, match=f"{pixart.CLASS} .*tp_size"):
         given.check_parallel(2, 1)
@@ -329,5 +329,5 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     keys = "encoder_hidden_states", "encoder_attention_mask", "timestep"
     expected = exported(latents, **dict(zip(keys, inputs[1:], strict=True))).sample
     torch.testing.assert_close(own(*inputs), expected)
-    (drawn,) = draw_latents.draw_for(more, architecture, dict(weights), snapshot, [0], CPU)
+    (drawn,) = draw_for(more, architecture, dict(weights), snapshot, [0])
     assert drawn.latent.shape == drawn.cached.shape and drawn.latent.isfinite().all()

@@ -36,13 +36,13 @@ from pipeline.errors import CacheError, ConfigError, UserError
 from pipeline.launch import Launch
 from pipeline.parallel.mesh import Layout
 from pipeline.planning import trace as tracing
-from pipeline.reporting import draw_latents
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.training import checkpoint, lock, metrics, throughput, trainer
 from pipeline.training import drawings as in_training
 from pipeline.training.task import Report, TrainingTask
 from tests.support.checkpoints import load_model_state
+from tests.support.drawings import draw_prompts
 from tests.support.foreign_lock import ELSEWHERE, plant
 from tests.support.launched import results_by_case
 from tests.support.messages import naming
@@ -410,7 +410,7 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
 
     architecture, weights = load_model_state(output / "checkpoints/step-00000001")
     shape = (latent.channels, *[resolution // latent.compression] * 2)
-    expected = draw_latents.draw_prompts(config, architecture, weights, published, shape, torch.device("cpu"))
+    expected = draw_prompts(config, architecture, weights, published, shape)
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-5
 
     # A newer set does not take its place in a run that is resumed, unless its name is given.
@@ -448,7 +448,7 @@ def test_without_a_prompt_set_captions_of_the_snapshot_are_drawn(small: Callable
         opened.recipe(LatentRecipe).channels,
         *[config.data.resolution // opened.recipe(LatentRecipe).compression] * 2,
     )
-    pictures = draw_latents.draw_prompts(config, architecture, weights, expected, shape, torch.device("cpu"))
+    pictures = draw_prompts(config, architecture, weights, expected, shape)
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(pictures)}) <= 1e-5
 
     # A set that is published later does not take their place in a resumed run; prompts of the trigger word join them.
@@ -583,7 +583,7 @@ def test_sample_draws_in_bf16_what_the_training_drew(small: Callable[..., Config
     trained = today.model_copy(update={"train": checkpoint.as_trained(today.train, document.config)})
     latent = cache.open_snapshot().recipe(LatentRecipe)
     shape = (latent.channels, *[config.data.resolution // latent.compression] * 2)
-    expected = draw_latents.draw_prompts(trained, *load_model_state(folder), published, shape, torch.device("cpu"))
+    expected = draw_prompts(trained, *load_model_state(folder), published, shape)
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-5
 
 

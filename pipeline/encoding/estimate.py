@@ -25,12 +25,12 @@ from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, records_schema
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.shard import BLOCK, npy_header
-from pipeline.config import Config
 from pipeline.encoding import image_batch, scan_rows
 from pipeline.encoding import plan as planning
-from pipeline.encoding.plan import Fitting, images_of_batch
+from pipeline.encoding.encoder_settings import EncoderSettings
+from pipeline.encoding.plan import images_of_batch
 from pipeline.images import buckets, decoding
-from pipeline.signals import CaptionSignal, Encoders, PictureEncoder, PictureSignal
+from pipeline.signals import CaptionSignal, PictureEncoder, PictureSignal
 from pipeline.sources import caption_rules
 from pipeline.sources.filenames import escaped
 from pipeline.sources.reject_kinds import Kinds
@@ -266,12 +266,7 @@ class Sizes:
         return sum(self.records.values()) + self.index
 
 
-def sizes(
-    work: Wanted,
-    config: Config,
-    text: CaptionRecipe,
-    count_rows: Callable[[Sequence[str]], list[int]],
-) -> Sizes:
+def sizes(work: Wanted, text: CaptionRecipe, count_rows: Callable[[Sequence[str]], list[int]]) -> Sizes:
     """Bytes by kind.
 
     Args:
@@ -290,14 +285,14 @@ def sizes(
     index += _PLAN * bool(units) + units * _UNIT
     records = dict[str, int]()
     for recipe, pictures in work.pictures.items():
-        records[recipe.noun], units = _picture_bytes(pictures, config, recipe)
+        records[recipe.noun], units = _picture_bytes(pictures, recipe)
         index += pictures.new * (2 * _row(recipe.kind) + 128) + _PLAN * bool(units) + units * _UNIT
     records[text.noun] = captions
     tokens = round((sum(rows) - len(rows)) * scale)
     return Sizes(records, index if work.images + work.texts else 0, tokens, len(rows))
 
 
-def _picture_bytes(pictures: Pictures, config: Config, recipe: PictureRecipe) -> tuple[int, int]:
+def _picture_bytes(pictures: Pictures, recipe: PictureRecipe) -> tuple[int, int]:
     """Bytes of the shards of new pictures, and the number of shards."""
     total = units = 0
     for shape, count in pictures.sizes.items():
@@ -331,7 +326,12 @@ class Speed:
 
 
 def probe(
-    work: Wanted, config: Config, source: Source, recipes: Sequence[Recipe], device: Any, budget_s: float = PROBE_S
+    work: Wanted,
+    source: Source,
+    recipes: Sequence[Recipe],
+    settings: EncoderSettings,
+    device: Any,
+    budget_s: float = PROBE_S,
 ) -> Speed:
     """Encode a real batch of captions, and one of the most frequent bucket of each kind of pictures, and drop the
     results.
@@ -341,7 +341,7 @@ def probe(
     Raises:
         UserError: the encoders cannot be loaded, or their output is wrong.
     """
-    text, encoders = caption_of(recipes), Encoders(config.vae, config.text)
+    text, encoders = caption_of(recipes), settings.models
     assert isinstance(text, CaptionSignal)
     pixel_s: dict[PictureSignal, float] = {}
     decoded: list[float] = []
@@ -351,7 +351,7 @@ def probe(
         began = time.monotonic()
         encoder: Any = text.encoder(encoders, device)
         load_s += time.monotonic() - began
-        token_s, texts = _probe_text(encoder, work, config, began + load_s + budget_s / 3)
+        token_s, texts = _probe_text(encoder, work, settings, began + load_s + budget_s / 3)
         del encoder
     new = {recipe: each for recipe, each in work.pictures.items() if each.sizes}
     for recipe, pictures in new.items():
@@ -361,9 +361,10 @@ def probe(
         load_s += loaded - began
         [(shape, _)] = pictures.sizes.most_common(1)
         fitting = image_batch.fitting(partial(recipe.footprint, encoders), lambda: device)
-        places = pictures.first[shape]
+        images_of = ImageProbe(encoder, recipe, source, shape, images_of_batch(settings.encode, shape, fitting))
         end = loaded + budget_s * 2 / 3 / len(new)
-        seconds, count = probe_images(encoder, source, places, shape, config, recipe, end, decoded, fitting)
+        seconds, count = images_of.measure(pictures.first[shape], settings.max_pixels, end)
+        decoded += images_of.decoded
         if seconds is not None:
             pixel_s[recipe] = seconds / math.prod(shape)
             images = max(images, count)
@@ -372,9 +373,9 @@ def probe(
     return Speed(pixel_s, decode_s, token_s, load_s, images, texts, str(device))
 
 
-def _probe_text(encoder: Any, work: Wanted, config: Config, end: float) -> tuple[float | None, int]:
+def _probe_text(encoder: Any, work: Wanted, settings: EncoderSettings, end: float) -> tuple[float | None, int]:
     by_length = sorted((caption for caption, _ in work.sample), key=len)
-    take, tokens = min(len(by_length), planning.captions_of_batch(config.encode)), list[int]()
+    take, tokens = min(len(by_length), planning.captions_of_batch(settings.encode)), list[int]()
 
     def encode(captions: list[str]) -> None:
         before = encoder.tokens
@@ -400,48 +401,59 @@ def _measured(encode: Callable[[list[Any]], object], batch: list[Any], end: floa
     return time.monotonic() - began, len(batch)
 
 
-def probe_images(
-    encoder: PictureEncoder,
-    source: Source,
-    places: list[Place],
-    shape: Shape,
-    config: Config,
-    recipe: PictureSignal,
-    end: float,
-    decoded: list[float],
-    fitting: Fitting | None = None,
-) -> tuple[float | None, int]:
-    """Seconds per picture, and the batch size. The seconds of reading and decoding each picture go to `decoded`.
-    `fitting` as in `plan_images`."""
-    pictures: list[np.ndarray] = []
-    began = time.monotonic()
-    there = [place for place in places if place.item is not None]  # a sample may lack a further picture
-    for place in there[: images_of_batch(config.encode, shape, fitting)]:
-        start = time.monotonic()
-        if pictures and start - began > (end - began) / 4:
-            break
-        try:
-            data = source.read(place)
-            pictures.append(recipe.pixels(data, shape, config.data.max_pixels))
-        except (OSError, decoding.ImageReject):
-            continue
-        decoded.append(time.monotonic() - start)
-    if not pictures:
-        return None, 0
-    seconds, count = _measured(lambda some: encoder.encode(np.stack(some)), pictures, end)
-    return seconds / count, count
+@dataclass
+class ImageProbe:
+    """The measurement of an encoder on pictures of a bucket.
+
+    Attributes:
+        shape: the target (height, width) of the bucket.
+        batch: the number of pictures in a batch.
+        decoded: the seconds of reading and decoding each picture.
+    """
+
+    encoder: PictureEncoder
+    recipe: PictureSignal
+    source: Source
+    shape: Shape
+    batch: int
+    decoded: list[float] = field(default_factory=list)
+
+    def measure(self, places: list[Place], max_pixels: int, end: float) -> tuple[float | None, int]:
+        """Return the seconds per picture (None if no picture could be read), and the number of pictures encoded.
+
+        Args:
+            places: of pictures of the bucket.
+            max_pixels: the limit on the pixels of a picture.
+            end: the time at which the measurement should be done.
+        """
+        pictures: list[np.ndarray] = []
+        began = time.monotonic()
+        there = [place for place in places if place.item is not None]  # a sample may lack a further picture
+        for place in there[: self.batch]:
+            start = time.monotonic()
+            if pictures and start - began > (end - began) / 4:
+                break
+            try:
+                pictures.append(self.recipe.pixels(self.source.read(place), self.shape, max_pixels))
+            except (OSError, decoding.ImageReject):
+                continue
+            self.decoded.append(time.monotonic() - start)
+        if not pictures:
+            return None, 0
+        seconds, count = _measured(lambda some: self.encoder.encode(np.stack(some)), pictures, end)
+        return seconds / count, count
 
 
-def times(work: Wanted, size: Sizes, speed: Speed, config: Config, tasks: int) -> dict[str, Any]:
-    """Device-hours of the work, and hours for each of `tasks` equal workers (JSON values; null: not measured).
+def times(work: Wanted, size: Sizes, speed: Speed, workers: int, tasks: int) -> dict[str, Any]:
+    """Device-hours of the work, and hours for each of `tasks` equal tasks (JSON values; null: not measured).
 
-    A picture takes as long as its pixels say. Decoding runs beside the encoder in
-    `encode.workers` threads, so the slower of the two decides.
+    A picture takes as long as its pixels say. Decoding runs at the same time as the encoder in `workers` threads
+    (`encode.workers`), so the slower of the two decides.
     """
     by_kind = [_image_s(each, speed.pixel_s.get(recipe)) for recipe, each in work.pictures.items()]
     encode_s = None if None in by_kind else sum(seconds or 0.0 for seconds in by_kind)
     text_s = size.tokens * speed.token_s if speed.token_s is not None else (0.0 if not work.captions else None)
-    decode_s = work.images * (speed.decode_s or 0.0) / max(1, config.encode.workers)
+    decode_s = work.images * (speed.decode_s or 0.0) / max(1, workers)
     known = encode_s is not None and text_s is not None
     seconds = max(encode_s or 0.0, decode_s) + (text_s or 0.0)
     return {

@@ -15,7 +15,6 @@ from typing import Any, get_args
 
 from pipeline.config import (
     WAYS,
-    Config,
     ControlPictureConfig,
     DataConfig,
     DataGiven,
@@ -59,33 +58,41 @@ _SECTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Reading:
-    """The way in which a source is read.
+    """The way in which a source is read: as the configuration says it, or, from `settled`, as it is done.
 
     Attributes:
-        config: with the values that are used.
+        data, encode: the sections with the values that are used.
+        given: the origin of the configured values.
         format: of `--format`, now or earlier; None: detected.
         notes: what differs from the last scan, or from the configuration, for people.
     """
 
-    config: Config
-    format: str | None
+    data: DataConfig
+    encode: EncodeConfig
+    given: DataGiven
+    format: str | None = None
     notes: tuple[str, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """Return what a scan document remembers: `used`, and what the `file` said; each without defaults. Empty if all
         are."""
-        given = self.config._data_given
-        used = _changed(_values(self.config.data, self.config.encode.signals))
+        given = self.given
+        used = _changed(_values(self.data, self.encode.signals))
         file = {} if given.file is None else _changed(_values(given.file, given.signals))
         parts = {"used": {**used, **({FORMAT: self.format} if self.format else {})}, "file": file}
         return {"read": parts} if any(parts.values()) else {}
 
 
-def settled(config: Config, format: str | None, name: str, scan: dict[str, Any] | None) -> Reading:
+def settles(given: DataGiven, option: str) -> bool:
+    """Return whether the user gives an option of `data`, or of a section of this name."""
+    return option in {name.partition(".")[0] for name in (*given.overridden, *given.named)}
+
+
+def settled(asked: Reading, name: str, scan: dict[str, Any] | None) -> Reading:
     """Say how to read a source.
 
     Args:
-        format: as `--format` gives it.
+        asked: as the configuration and `--format` say it.
         name: of the source.
         scan: its last scan document.
 
@@ -93,15 +100,15 @@ def settled(config: Config, format: str | None, name: str, scan: dict[str, Any] 
         ConfigError: neither the configuration nor the last scan says where a further picture is.
     """
     if scan is None:
-        _check_ways(config.data, name)
-        return Reading(config, format)
-    now, given = _values(config.data, config.encode.signals), config._data_given
+        _check_ways(asked.data, name)
+        return asked
+    now, given, format = _values(asked.data, asked.encode.signals), asked.given, asked.format
     read = scan.get("read", {})
     used, file = ({**_DEFAULTS, **read.get(part, {})} for part in ("used", "file"))
     if SIGNALS not in read.get("used", {}):  # old scans do not remember it
         used[SIGNALS] = [kind for kind in _KINDS if kind in scan.get("recipes", {})]
     base = None if given.file is None else _values(given.file, given.signals)
-    result, notes = _values(config.data, config.encode.signals), list[str]()
+    result, notes = _values(asked.data, asked.encode.signals), list[str]()
     for group in GROUPS:
         for option in group:
             if base is None:
@@ -122,9 +129,9 @@ def settled(config: Config, format: str | None, name: str, scan: dict[str, Any] 
         notes.append(f"source {name!r} is read as before: --format {before}")
     notes.sort(key=lambda note: ANOTHER_WAY not in note)  # changes first
     signals = result.pop(SIGNALS)
-    data, encode = DataConfig.model_validate(result), config.encode.model_copy(update={SIGNALS: signals})
+    data, encode = DataConfig.model_validate(result), asked.encode.model_copy(update={SIGNALS: signals})
     _check_ways(data, name)
-    return Reading(config.model_copy(update={"data": data, "encode": encode}), format or before, tuple(notes))
+    return Reading(data, encode, given, format or before, tuple(notes))
 
 
 def as_read(config: DataConfig, scan: dict[str, Any]) -> DataConfig:

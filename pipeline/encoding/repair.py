@@ -22,7 +22,7 @@ from pipeline.cache.findings import BACKUP, Finding, Replaced
 from pipeline.cache.keys import as_keys
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe
-from pipeline.config import Config
+from pipeline.config import DataConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import unit_records
 from pipeline.encoding.scan import reopen
@@ -47,15 +47,25 @@ def repair_table(cache: Cache, recipe: str, plan: int, name: str) -> bool:
 class Repairs:
     """Repairs shards of a cache. One encoder at a time is in memory.
 
-    An adopted shard is linked or copied again if a cache of `bucket.caches` has it; only otherwise it is encoded.
+    An adopted shard is linked or copied again if another cache has it; only otherwise it is encoded.
 
     Args:
+        encoder: makes the records of the cache again; it is given sources as they are needed.
+        data: the settings with which sources are opened that were not scanned into this cache.
+        other_caches: opens the caches that shards were adopted from (`bucket.caches`), where a shard needs them.
         locations: source name -> where it is now, for sources that have moved since the scan.
     """
 
-    def __init__(self, config: Config, cache: Cache, locations: Mapping[str, str]):
-        self.config, self.cache, self.locations = config, cache, locations
-        self.encoder = UnitEncoder(config, cache, {}, check=True)
+    def __init__(
+        self,
+        encoder: UnitEncoder,
+        data: DataConfig,
+        other_caches: Callable[[], list[Cache]],
+        locations: Mapping[str, str],
+    ):
+        self.encoder, self.data, self.locations = encoder, data, locations
+        self.cache = encoder.cache
+        self._open_others = other_caches
         self._indexes: dict[str, Callable[[], index.RecordIndex]] = {}
 
     def unit(self, finding: Finding, replaced: Replaced) -> str:
@@ -83,7 +93,7 @@ class Repairs:
 
     @cached_property
     def _others(self) -> list[Cache]:
-        return Cache.others_of(self.config)
+        return self._open_others()
 
     def _brought(self, name: str, digest: str) -> bool:
         """Take over an adopted shard again. Returns whether another cache has it intact."""
@@ -101,6 +111,13 @@ class Repairs:
         open_index: Callable[[], index.RecordIndex],
         adopted: bool,
     ) -> str:
+        # A shard has the records a, b, c, d, and a later plan has b again. Now a and b are damaged in the shard:
+        #   damaged      a b    both are encoded again, in the batches in which they were first encoded
+        #   unreplaced   a      the only one of them that no other shard has
+        # The shard is written again from the new a, b and the stored c, d. If its bytes are the old ones, the file is
+        # put in its place, and every snapshot is whole ("restored"). If they are others (another card), the old shard
+        # stays damaged and a new plan gets a alone ("replaced"): snapshots that name the shard for a or b are made
+        # again by `bucket`. If a cannot be encoded, as its picture has changed, nothing is written ("failed").
         cache = self.cache
         plan = cache.plan(recipe.name, finding.plan)
         unit = next(unit for unit in plan.units if unit.unit == finding.unit)
@@ -134,7 +151,7 @@ class Repairs:
             if name in self.encoder.sources:
                 continue
             try:
-                source = reopen(self.cache, name, self.config.data, self.locations.get(name))
+                source = reopen(self.cache, name, self.data, self.locations.get(name))
             except UserError as error:
                 raise UserError(
                     f"damaged records of pictures need source {name!r}: {error.what}",

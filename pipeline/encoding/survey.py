@@ -1,7 +1,7 @@
 """Survey: a source and the cache as they are, before anything is encoded.
 
-What: `survey` opens a source, scans it by headers and compares it with the cache, for `encode --dry-run`. Nothing is
-published; beside the cache there may be temporary files without a name.
+What: `survey` scans a source by headers and compares it with the cache, for `encode --dry-run`. Nothing is published;
+next to the cache there may be temporary files without a name.
 """
 
 from __future__ import annotations
@@ -10,29 +10,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 import click
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline import signals
 from pipeline.cache.arrow import batches
 from pipeline.cache.cache import Cache, check_source_name
 from pipeline.cache.recipes import PictureRecipe, Recipe, pictures_of
 from pipeline.cache.scan_table import ABSENT, places
-from pipeline.config import Config, DataConfig
+from pipeline.config import DataConfig
 from pipeline.encoding import estimate, last_scan, scan_rows
 from pipeline.encoding import scan as scanning
 from pipeline.encoding.fragments import Fragments
 from pipeline.encoding.reading import Reading, settled
-from pipeline.encoding.understood import without_trigger
-from pipeline.errors import IntegrityError, UserError, escaped
+from pipeline.encoding.regularisation import without_trigger
+from pipeline.errors import UserError, escaped
 from pipeline.images import buckets, decoding
-from pipeline.models.text import count_rows
 from pipeline.signals.latent import compression
-from pipeline.sources import caption_rules
 from pipeline.sources.detect import open_source
 from pipeline.sources.source import Source
 from pipeline.work.progress import Progress
@@ -50,102 +47,119 @@ class Survey:
     Attributes:
         recipes: of the records.
         table: the target resolutions (height, width) of the buckets.
-        count_rows: normalised captions -> their rows.
     """
 
-    config: Config
     source: Source
     cache: Cache | None
     recipes: list[Recipe]
     table: list[buckets.Shape]
     scan: pa.Table
     work: estimate.Wanted
-    count_rows: Callable[[Sequence[str]], list[int]]
 
 
 def survey(
-    config: Config, data: str, name: str | None = None, rehash: bool = False, format: str | None = None
+    source: Source, reading: Reading, cache: Cache | None, recipes: list[Recipe], rehash: bool = False
 ) -> Survey:
-    """Open and scan a source.
+    """Scan a source, and compare it with a cache.
 
     Args:
-        data, name, rehash, format: as in `stages.encode.run`.
+        source, reading: as from `opened`.
+        recipes: of the records, as of `pipeline.signals.recipes`.
+        rehash: read every file again instead of trusting size and mtime.
 
     Raises:
-        UserError: a source, a model or a cache that cannot be read.
+        UserError: the source cannot be read.
     """
-    source, reading = opened(config, data, name, format)
-    config = reading.config
-    recipes = signals.recipes(signals.Encoders(config.vae, config.text), config.data, config.encode)
-    table = buckets.table(config.data, compression(recipes))
-    cache = Cache.if_there(config)
+    table = buckets.table(reading.data, compression(recipes))
+    settings = ScanSettings(reading.data, reading.encode.workers, table, rehash)
     if cache is not None:
-        recipes = with_stored_decoder(cache, recipes, config)
+        recipes = with_stored_decoder(cache, recipes, reading.data.decoder)
     for look in (scan_rows.from_header, scan_rows.from_bytes):
-        with scanning_of(config, source, cache, table, rehash, look) as (scanned, _):
+        with scanning_of(source, cache, settings, look) as (scanned, _):
             scan = scanned.table()
         try:
             if cache is not None:
-                last_scan.gone(cache, source, scan, config.encode.max_shrink)
+                last_scan.gone(cache, source, scan, reading.encode.max_shrink)
             break
         except UserError:
             if not scan_rows.unread(scan):
                 raise  # else the missing pictures may be here under other names, which their bytes tell
     work = estimate.wanted(scan, cache, recipes, table)
-    count = partial(count_rows, config.text, caption_rules.instruction(config.text))
-    return Survey(config, source, cache, recipes, table, scan, work, count)
+    return Survey(source, cache, recipes, table, scan, work)
 
 
 def opened(
-    config: Config, data: str, name: str | None, format: str | None, *, mends: bool = False
+    data: str,
+    name: str | None,
+    asked: Reading,
+    scan_of: Callable[[str], dict[str, Any] | None],
+    *,
+    patience_s: float,
+    raw: bool,
 ) -> tuple[Source, Reading]:
-    """The source of `--data`, and how it is read; prints what differs from its last scan. mends: write a damaged
-    `format.json` of the cache again."""
+    """Open the source of `--data`, and say how it is read; prints what differs from its last scan.
+
+    Args:
+        data, name: as in `stages.encode.run`.
+        asked: the reading that the configuration and `--format` ask for.
+        scan_of: name of a source -> its last scan document; None: there is none.
+        patience_s, raw: as of `open_source`.
+    """
     readings: list[Reading] = []
 
     def settle(name: str) -> tuple[DataConfig, str | None]:
         check_source_name(name)  # before hours of reading
-        try:
-            cache = Cache.if_there(config)
-        except IntegrityError:
-            if not mends:
-                raise
-            cache = Cache.of(config, create=True)
-        last = None if cache is None else cache.last_scan(name)
-        readings.append(without_trigger(settled(config, format, name, last), name, last))
-        return readings[0].config.data, readings[0].format
+        last = scan_of(name)
+        readings.append(without_trigger(settled(asked, name, last), name, last))
+        return readings[0].data, readings[0].format
 
-    raw = config.text.recipe == "nvlabs"
-    source = open_source(data, config.data, name, format, config.patience_s, raw, settle)
+    source = open_source(data, asked.data, name, asked.format, patience_s, raw, settle)
     for note in readings[0].notes:
         click.echo(note)
     return source, readings[0]
 
 
+@dataclass(frozen=True)
+class ScanSettings:
+    """The settings of a scan.
+
+    Attributes:
+        data: the section with the rules for pictures that are left out.
+        workers: threads that read pictures (`encode.workers`).
+        table: the target resolutions (height, width) of the buckets.
+        rehash: whether every file is read again, whatever its size and mtime.
+    """
+
+    data: DataConfig
+    workers: int
+    table: list[buckets.Shape]
+    rehash: bool = False
+
+    def refusal(self, height: int, width: int) -> str | None:
+        """Say why a picture of this size is left out; None: it is not."""
+        return buckets.refusal(height, width, buckets.nearest(self.table, height, width), self.data)
+
+
 @contextmanager
 def scanning_of(
-    config: Config,
     source: Source,
     cache: Cache | None,
-    table: list[buckets.Shape],
-    rehash: bool,
+    settings: ScanSettings,
     look: scan_rows.Look,
     fragments: Fragments | None = None,
 ) -> Iterator[tuple[scanning.Scan, Progress]]:
-    """A scan with the settings of a configuration, and its progress."""
+    """Begin a scan, and show its progress."""
     with (
         Progress("scan", None) as bar,
         scanning.begin(
             source,
             source.name,
             cache,
-            max_pixels=config.data.max_pixels,
-            workers=max(1, config.encode.workers),
-            rehash=rehash,
+            max_pixels=settings.data.max_pixels,
+            workers=max(1, settings.workers),
+            rehash=settings.rehash,
             progress=bar.reach,
-            refuse=lambda height, width: buckets.refusal(
-                height, width, buckets.nearest(table, height, width), config.data
-            ),
+            refuse=settings.refusal,
             look=look,
             fragments=fragments,
         ) as scan,
@@ -190,14 +204,17 @@ def fit_notes(table: pa.Table, shapes: list[buckets.Shape], data: DataConfig) ->
     ]
 
 
-def with_stored_decoder(cache: Cache, recipes: Sequence[Recipe], config: Config) -> list[Recipe]:
+def with_stored_decoder(cache: Cache, recipes: Sequence[Recipe], decoder: str) -> list[Recipe]:
     """The recipes; with `data.decoder: auto` with the decoder of the cache's records, if it has only others.
+
+    Args:
+        decoder: `data.decoder`.
 
     Raises:
         UserError: that decoder is not installed here; the user must ask for encoding everything again.
     """
     lead = pictures_of(recipes)[0]
-    if config.data.decoder == "auto":
+    if decoder == "auto":
         stored = [recipe for recipe in cache.recipes(lead.kind) if isinstance(recipe, type(lead))]
         decoders = [recipe.decoder for recipe in stored if replace(recipe, decoder=lead.decoder) == lead]
         if decoders and lead.decoder not in decoders:

@@ -19,11 +19,10 @@ from pipeline import launch
 from pipeline.cache import codec, index
 from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.recipes import Recipe
-from pipeline.config import Config
 from pipeline.encoding import estimate, unit_records
-from pipeline.encoding.scan import reopen
+from pipeline.encoding.encoder_settings import EncoderSettings
 from pipeline.errors import CacheError
-from pipeline.signals import CaptionSignal, Comparison, Encoders, PictureSignal, Signal
+from pipeline.signals import CaptionSignal, Comparison, PictureSignal, Signal
 from pipeline.sources.reject_kinds import kind
 from pipeline.sources.source import Source
 from pipeline.work.disk_space import DiskSpace
@@ -32,9 +31,10 @@ from pipeline.work.progress import Meter
 
 
 class UnitEncoder:
-    """Makes units (see `pipeline.work.engine.UnitMaker`) with the encoders that a configuration names.
+    """Makes units (see `pipeline.work.engine.UnitMaker`).
 
     Args:
+        settings: which encoders, and how they run.
         sources: name -> source; those that units of pictures are read from.
         beside: recipes of the picture records that are made beside others.
         check: compare the encoder with each unit's recipe first (where another machine chose the recipe).
@@ -46,15 +46,15 @@ class UnitEncoder:
 
     def __init__(
         self,
-        config: Config,
+        settings: EncoderSettings,
         cache: Cache,
         sources: Mapping[str, Source],
         beside: Sequence[Recipe] = (),
         *,
         check: bool = False,
     ):
-        self.config, self.cache, self.sources, self.meter = config, cache, dict(sources), Meter()
-        self._models = Encoders(config.vae, config.text)
+        self.settings, self.cache, self.sources, self.meter = settings, cache, dict(sources), Meter()
+        self._models = settings.models
         self._checks = check
         self._checked: set[str] = set()
         self._encoder: Any = None
@@ -95,7 +95,7 @@ class UnitEncoder:
         if comparison is not None and comparison.ready:
             self._name, self._encoder = "", None  # one encoder at a time
             self._comparisons[recipe.name] = None
-            click.echo(comparison.line(device(self.config.encode.device)))
+            click.echo(comparison.line(device(self.settings.encode.device)))
         return commit
 
     def _pairs(self, plan: WorkPlan, unit: Unit) -> Iterator[tuple[WorkPlan, Unit]]:
@@ -173,8 +173,8 @@ class UnitEncoder:
             self.sources,
             _Metered(encoder, self.meter, self._comparisons[recipe.name]),
             beside=beside,
-            max_pixels=self.config.data.max_pixels,
-            workers=self.config.encode.workers,
+            max_pixels=self.settings.max_pixels,
+            workers=self.settings.encode.workers,
             only=only,
             limits=self.limits,
         )
@@ -205,18 +205,7 @@ class UnitEncoder:
                     fix=f"give every machine the same {recipe.section} model",
                 )
             self._checked.add(recipe.name)
-        return recipe.encoder(self._models, device(self.config.encode.device))
-
-
-def build(config_json: str, source_names: tuple[str, ...], beside: tuple[str, ...]) -> UnitEncoder:
-    """The encoder of a Ray worker process. beside: names of the recipes of `UnitEncoder`.
-
-    The sources are not listed again: their items are known from the scan."""
-    launch.prefer_expandable_segments()
-    config = Config.model_validate_json(config_json)
-    cache = Cache.of(config)
-    sources = {name: reopen(cache, name, config.data) for name in source_names}
-    return UnitEncoder(config, cache, sources, [cache.recipe(name) for name in beside], check=True)
+        return recipe.encoder(self._models, device(self.settings.encode.device))
 
 
 def device(name: str, log: Callable[[str], None] | None = None) -> Any:

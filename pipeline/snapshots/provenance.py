@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.cache.cache import Cache
 from pipeline.cache.layout import Paths
-from pipeline.cache.snapshot import Head
+from pipeline.cache.snapshot_head import Head
 from pipeline.errors import CacheError
 from pipeline.options import flat
 

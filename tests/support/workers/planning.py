@@ -23,7 +23,6 @@ from pipeline.cache.cache import Cache
 from pipeline.config import load
 from pipeline.encoding import plan as planning
 from pipeline.encoding.fragments import Fragments
-from pipeline.encoding.reading import Reading
 from pipeline.errors import UserError
 from pipeline.images import buckets
 from pipeline.processes import run_and_exit
@@ -58,7 +57,7 @@ def encode_run(
 ) -> stages.encode.EncodeRun:
     """A run whose engine commits empty units."""
     config = load(None, [f"cache={cache_root}", *options])
-    cache = Cache.of(config, create=True)
+    cache = Cache(config.cache, create=True)
     latent, text = large_cache.recipes(config)
     for recipe in (latent, text):
         cache.add_recipe(recipe)
@@ -83,7 +82,7 @@ def encode_run(
         "empty",
         {source.name: source},
         source,
-        Reading(config, None),
+        stages.encode.reading_of(config),
         [latent, text],
         table,
     )
@@ -142,9 +141,7 @@ def main(
     if items:
         source: Source = large_cache.source(Path(cache).parent, config, items)
     else:
-        from pipeline.encoding import survey
-
-        source, _ = survey.opened(config, data, "photos", None)
+        _, source, _ = stages.encode.opened(config, data, "photos", None)
     run = encode_run(cache, source, task, tasks, stale_s, options or [], note)
     note(f"began {resident('RssAnon')}")
     began = time.process_time()
