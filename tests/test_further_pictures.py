@@ -27,6 +27,7 @@ import stages.encode
 import stages.pack
 import stages.plan
 import stages.report
+import stages.train
 import stages.verify
 import stages.view
 from pipeline.cache import audit
