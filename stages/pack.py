@@ -69,7 +69,7 @@ def run(
     try:
         made, left = _pack_units(config, packing.Packer(cache, source, plan), stop)
     except Stopped:
-        click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
+        click.echo(f"stopped by {stop.name}; nothing is half done: run the same command again to continue")
         return None
     claims.sweep(cache, [plan])
     report: dict[str, Any] = {"packed_from": source.id, "shards": len(plan.units), "made": made, "left": left}

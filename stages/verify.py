@@ -58,7 +58,7 @@ def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_jso
     if as_json:
         click.echo(json.dumps({"files": bar.done, "bytes": report.bytes, "ok": not left, "findings": report.rows()}))
     else:
-        result = f"{len(left)} damaged" if left else "all is right"
+        result = f"{len(left)} damaged" if left else "everything is right"
         click.echo(f"{bar.done} files, {amount(report.bytes)} read: {result}")
         for fix in sorted({finding.fix for finding in left if not (repair and finding.fix == layout.REPAIR)}):
             click.echo(f"fix: {fix}")
@@ -151,12 +151,12 @@ def _repair_documents(cache: Cache, findings: list[Finding], report: _Report) ->
     """Repair damaged documents; also write the copies that are missing, with or without findings."""
     lost, known = repair_documents(cache), {finding.path for finding in findings}
     names = sorted(name for name in lost - known if layout.is_document(name))
-    findings += report.add(Finding(name, "is lost with its copy, or lacks a table") for name in names)
+    findings += report.add(Finding(name, "is lost together with its copy, or lacks a table") for name in names)
     still = {finding.path for finding in audit.verify_documents(cache)} if findings else set()
     for finding in findings:
         if finding.path in lost:
             command = layout.way_out(finding.path)
-            report.outcome(finding.path, f"lost with its copy; what makes again what it was for: {command}")
+            report.outcome(finding.path, f"lost together with its copy; to make its content again: {command}")
         else:
             report.outcome(finding.path, FAILED if finding.path in still else "restored")
 
