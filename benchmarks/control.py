@@ -107,7 +107,7 @@ def bytes_read(config: Config, snapshot: str) -> int:
     reading: dict[str, Any] = {"prefetch": 0, "threads": 1, "stop_step": 4}
     ShardReader.read_batch = counted  # type: ignore
     try:
-        for _ in Loader(Cache.of(config).open_snapshot(snapshot), LoaderSettings(**settings, **reading)):
+        for _ in Loader(Cache(config.cache).open_snapshot(snapshot), LoaderSettings(**settings, **reading)):
             pass
     finally:
         ShardReader.read_batch = real  # type: ignore

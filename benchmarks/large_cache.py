@@ -32,7 +32,6 @@ import pyarrow.compute as pc
 from benchmarks import s3_listing
 from benchmarks.report import resident
 from pipeline.cache import arrow, audit, garbage, index, keys, layout, scan_table, scratch
-from pipeline.cache import snapshot as snapshots
 from pipeline.cache.cache import Cache
 from pipeline.cache.keys import binary
 from pipeline.cache.layout import Paths
@@ -49,7 +48,7 @@ from pipeline.loader import planner
 from pipeline.processes import run_and_exit
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
-from pipeline.snapshots import join
+from pipeline.snapshots import assemble, frames
 from pipeline.sources import remote
 from pipeline.sources.caption_columns import CaptionRule
 from pipeline.sources.caption_rules import instruction
@@ -74,8 +73,8 @@ PER_UNIT = 0
 """Records of a unit; 0: as the configuration says."""
 READ_S = 0.005
 BUFFERS = (
-    *((module, "ROWS") for module in (arrow, scan_rows, join)),
-    *((module, "CHUNK_ROWS") for module in (join, snapshots)),
+    *((module, "ROWS") for module in (arrow, scan_rows, frames)),
+    (assemble, "CHUNK_ROWS"),
     (keys, "BATCH"),
     (index, "BATCH"),
     (scratch, "LIMIT"),
@@ -157,7 +156,7 @@ def build(folder: Path, count: int) -> None:
 def scanned(folder: Path, count: int) -> tuple[Cache, LatentRecipe, TextRecipe, pa.Table]:
     """A cache in which the source is scanned, and the scan."""
     config = configuration(folder)
-    cache = Cache.of(config, create=True)
+    cache = Cache(config.cache, create=True)
     latent, text = recipes(config)
     for recipe in (latent, text):
         cache.add_recipe(recipe)
@@ -237,7 +236,7 @@ def _commit(cache: Cache, recipe: Recipe, plan: int, units: list[tuple[str, int]
 def scan_and_encode(folder: Path, count: int) -> None:
     """`encode` over an unchanged source."""
     config = configuration(folder)
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     latent, text = recipes(config)
     worker = Worker(claims.Claims(cache.files), Stop())
     table = buckets.table(config.data, latent.compression)
@@ -253,7 +252,7 @@ def scan_and_encode(folder: Path, count: int) -> None:
 def scan_alone(folder: Path, count: int) -> None:
     """The unchanged source's scan and its comparison with the last one."""
     config = configuration(folder)
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     tars = source(folder, config, count)
     scan = scanning.scan(tars, SOURCE, cache, max_pixels=1 << 30, workers=1, rehash=False, progress=lambda *_: None)
     if scan.num_rows != count or last_scan.gone(cache, tars, scan, 0.0):
@@ -263,7 +262,7 @@ def scan_alone(folder: Path, count: int) -> None:
 def list_folder(folder: Path, count: int) -> None:
     """The listing of a folder, as every process of a scan makes it."""
     pictures = Folder(folder, CaptionRule.column("text"), count)
-    pictures.scratch = Cache.of(configuration(folder)).files.scratch
+    pictures.scratch = Cache(configuration(folder).cache).files.scratch
     fragments = list(pictures.fragments(Part(""), scan_rows.RUN, ListedItems(pictures.scratch)))
     if sum(fragment.count or 0 for fragment in fragments) != count or pictures.ignored.total:
         raise RuntimeError("pictures or captions are missing")
@@ -284,7 +283,7 @@ def list_s3(folder: Path, count: int) -> None:
         try:
             files = remote.RemoteFilesystem(f"s3://{s3_listing.BUCKET}/{s3_listing.FOLDER}", 60.0)
             pictures = FolderSource(files, CaptionRule.column("text"))
-            pictures.scratch = Cache.of(configuration(folder)).files.scratch
+            pictures.scratch = Cache(configuration(folder).cache).files.scratch
             fragments = pictures.fragments(Part(""), scan_rows.RUN, ListedItems(pictures.scratch))
             seen = sum(len(fragment.look()) for fragment in fragments)
             if seen != count or pictures.ignored.total:
@@ -296,7 +295,7 @@ def list_s3(folder: Path, count: int) -> None:
 def dry_run(folder: Path, count: int) -> None:
     """What `encode --dry-run` does with an unchanged source of whose records none is in the cache, without a probe."""
     config = configuration(folder)
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     latent, text = recipes(config)
     latent, text = dataclasses.replace(latent, weights="others"), dataclasses.replace(text, weights="others")
     tars = source(folder, config, count)
@@ -332,21 +331,21 @@ def command(name: str, folder: Path, count: int) -> None:
     elif name == "dry":
         dry_run(folder, count)
     elif name == "status":
-        told = status(Cache.of(config))["sources"][SOURCE]
+        told = status(Cache(config.cache))["sources"][SOURCE]
         if told["items"] != count:
             raise RuntimeError(f"status counts {told['items']} items")
     elif name == "gc":
-        if list(garbage.unneeded(Cache.of(config), older_than_s=-1.0)):
+        if list(garbage.unneeded(Cache(config.cache), older_than_s=-1.0)):
             raise RuntimeError("there is nothing to remove")
     elif name == "documents":
-        if found := next(audit.verify_documents(Cache.of(config)), None):
+        if found := next(audit.verify_documents(Cache(config.cache)), None):
             raise RuntimeError(f"a document is damaged: {found}")
     elif name == "open":
-        snapshot = Cache.of(config).open_snapshot()
+        snapshot = Cache(config.cache).open_snapshot()
         snapshot.check_shards()
         planner.Planner(snapshot, seed=0, phase=0).step(0)
     elif name == "index":
-        indexes = [Cache.of(config).index(recipe.name) for recipe in recipes(config)]
+        indexes = [Cache(config.cache).index(recipe.name) for recipe in recipes(config)]
         if [len(one) for one in indexes] != [count, count + 1]:
             raise RuntimeError("records are missing")
     else:

@@ -44,14 +44,15 @@ from benchmarks.report import finish, median, table
 from pipeline.cache import index, layout, shard
 from pipeline.cache.cache import Cache, Unit
 from pipeline.cache.recipes import Recipe
-from pipeline.cache.snapshot import Policies
+from pipeline.cache.snapshot_head import Policies
 from pipeline.loader import randomness
 from pipeline.loader.loader import Loader, LoaderSettings
 from pipeline.processes import run_and_exit
 from pipeline.signals.control import ControlRecipe
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
-from pipeline.snapshots.join import BucketTable, EncodedRecords, Joined, Resolution, assemble, join
+from pipeline.snapshots.assemble import BucketTable, assemble
+from pipeline.snapshots.join import EncodedRecords, Joined, Resolution, join
 
 BUCKETS = [(1024, 1024), (1152, 896), (896, 1152), (1344, 768), (768, 1344)]
 BATCH = 32

@@ -22,7 +22,8 @@ from benchmarks.report import finish, table
 from benchmarks.saved_bytes import saved_bytes
 from pipeline.config import OptimConfig, TrainConfig
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import DIFFUSERS, Numerics, SanaConfig
+from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_shape import DIFFUSERS, Numerics
 from pipeline.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.processes import run_and_exit
 from pipeline.training import optimizers

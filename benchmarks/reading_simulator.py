@@ -24,7 +24,9 @@ import numpy as np
 from pipeline.cache.disk import Handle
 from pipeline.cache.files import Files
 from pipeline.cache.shard import BLOCK, ShardReader, npy_header
-from pipeline.cache.snapshot import Bucket, Columns, Head, PackedOrder, Policies, Snapshot, TextPlace
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import Bucket, Head, PackedOrder, Policies, TextPlace
+from pipeline.cache.snapshot_samples import Columns
 from pipeline.encoding import estimate, plan
 from pipeline.errors import CacheError
 from pipeline.loader.loader import Loader, LoaderSettings

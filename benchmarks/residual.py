@@ -22,7 +22,8 @@ from pipeline.launch import Launch
 from pipeline.models import sana_config
 from pipeline.models.objective import FlowMatching
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import Numerics, numerics
+from pipeline.models.sana_config import numerics
+from pipeline.models.sana_shape import Numerics
 from pipeline.parallel.mesh import open_mesh
 from pipeline.parallel.microbatch import Microbatch
 from pipeline.parallel.parallelize import parallelize

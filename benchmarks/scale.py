@@ -1,6 +1,6 @@
 """Runs of 10^6, 10^8 and 10^9 pairs on 1 to 512 GPUs: storage, requests, hours, checkpoints, traffic, and what stops.
 
-The tables of docs/scale.md; `--page docs/scale.md` writes them there. The model is `benchmarks.scale_model`, its
+The tables of docs/measurements.md; `--page FILE` writes them there. The model is `benchmarks.scale_model`, its
 constants and those of `benchmarks.reading_simulator` stand at the top with their sources. Reading is simulated
 with the real schedule, planner and loader for the 8 processes of one node and some steps of the first epoch. All nodes
 read about alike, as the plans of all ranks show, so the sums for 64 nodes and an epoch are multiplied up. `--quick`

@@ -27,7 +27,7 @@ from benchmarks.reading_simulator import (
     simulate,
 )
 from pipeline.cache import codec
-from pipeline.cache.snapshot import CHUNK_ROWS
+from pipeline.cache.snapshot_samples import CHUNK_ROWS
 from pipeline.config import Config, load
 from pipeline.encoding import estimate, plan
 from pipeline.gpus import card
@@ -112,6 +112,10 @@ class CacheFigures:
         return self.latents + self.text + self.index
 
 
+def data_of(config: Config) -> Data:
+    return Data.configured(config.model, config.data, config.bucket, config.text.max_length)
+
+
 def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
     """The cache of `pairs` pictures at 1024 px, each with one caption, equally many in each bucket."""
     config = configured(8)
@@ -119,7 +123,7 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
         LatentRecipe(weights="scale", storage=storage),
         TextRecipe(weights="scale", storage=storage),
     )
-    shapes = list(Data.of(config).buckets)
+    shapes = list(data_of(config).buckets)
     rows = [int(n) for n in caption_rows()]
     captions = [(str(rows[i * 1031 % len(rows)]), CAPTION_BYTES) for i in range(SAMPLE * len(shapes))]
     work = estimate.Wanted(
@@ -211,9 +215,9 @@ def training(gpus: int, layout: Layout) -> Training:
     config = configured(
         gpus, **{"train.parallel.dp_replicate": layout.dp_replicate, "train.parallel.dp_shard": layout.dp_shard}
     )
-    data, chosen = Data.of(config), card(CARD)
+    data, chosen = data_of(config), card(CARD)
     machine = Machine(chosen, chosen.memory, gpus, count, NETWORK_GBS)
-    shape = architecture(config, data)
+    shape = architecture(config.model, config.data.resolution, data)
     prediction = predict(config.train, shape, data, machine)
     time = Time.of(prediction, data)
     inside = Time.of(replace(prediction, machine=replace(machine, network_gbs=math.inf)), data)
@@ -280,7 +284,7 @@ FIRST = 1000
 
 def imagined(pairs: int, gpus: int, mib: int | None, window: int) -> Imagined:
     """A snapshot of so many pairs in the buckets and batches of a launch. mib: of packed shards; None: not packed."""
-    batches = dict(Data.of(configured(gpus)).buckets)
+    batches = dict(data_of(configured(gpus)).buckets)
     latent, text = LatentRecipe(weights="scale"), TextRecipe(weights="scale")
     content = Imagined(pairs, batches, latent, text, window=window)
     return content if mib is None else content.packed(mib)

@@ -44,7 +44,8 @@ from pipeline.kernels import linear_attention as attention
 from pipeline.launch import Launch
 from pipeline.models import sana_layers
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import Numerics, SanaConfig
+from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_shape import Numerics
 from pipeline.parallel import mesh
 from pipeline.parallel.compile import compile_blocks, compile_conditions
 from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize

@@ -4,7 +4,7 @@
 on top. A mistake must stop the run before it costs GPU hours: unknown keys are errors that name the key, the file and
 the nearest valid name, and values are not converted (an integer may serve as a float, nothing else).
 
-Defaults are Sana's (NVlabs/Sana `configs/sana_config/*`, diffusers' `SanaTransformer2DModel`); see docs/nvlabs.md.
+Defaults are Sana's (NVlabs/Sana `configs/sana_config/*`, diffusers' `SanaTransformer2DModel`); see docs/training.md.
 """
 
 from __future__ import annotations
@@ -588,7 +588,7 @@ class EmaConfig(_Section):
 
 
 class AdapterConfig(_Section):
-    """Train a low-rank product beside chosen matrices, and nothing else (see docs/adapters.md)."""
+    """Train a low-rank product beside chosen matrices, and nothing else (see docs/training.md)."""
 
     kind: Literal["lora", "dora"] = "lora"
     """lora: W + alpha / rank * B A. dora: that with a trained length of each row."""
@@ -752,7 +752,7 @@ class TrainConfig(_Section):
     recipe: Literal["default", "nvlabs"] = "default"
     """nvlabs: follow NVlabs' trainer where no other option does: CAME (3x3 kernels unfactored and without confidence;
     query, key and value as one matrix), weight decay of all parameters, a first step of rate 0, eps of attention. See
-    docs/nvlabs.md; default is better where they differ, and has the constants of diffusers' pipeline."""
+    docs/training.md; default is better where they differ, and has the constants of diffusers' pipeline."""
     activation_checkpointing: Recompute = "auto"
     """The part of a block that is computed again in the backward pass. none: nothing. full: everything; only its inputs
     are saved. selective: as full, but the results of matrix products that are no wider than their inputs are saved,

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.config import TrainConfig
 from pipeline.errors import UserError
 
 if TYPE_CHECKING:
@@ -263,23 +262,28 @@ def _checked(launch: Launch) -> Launch:
     return launch
 
 
-def check_accelerate(train: TrainConfig, device: torch.device, environ: Mapping[str, str] | None = None) -> None:
+def check_accelerate(
+    device: torch.device, *, precision: str, compiled: str, chosen: str, environ: Mapping[str, str] | None = None
+) -> None:
     """Refuse what `accelerate launch` exports for `Accelerator.prepare`: a training would ignore it, since only the
     configuration decides.
+
+    Args:
+        precision, compiled, chosen: `train.precision`, `train.compile` and `train.device`.
 
     Raises:
         UserError: one line per variable, with the setting of the configuration.
     """
     env = os.environ if environ is None else environ
-    off, precision = {"", "0", "false", "no"}, {"fp32": "no", "bf16_pure": "no"}.get(train.precision, train.precision)
+    off, theirs = {"", "0", "false", "no"}, {"fp32": "no", "bf16_pure": "no"}.get(precision, precision)
     accepted: dict[str, tuple[set[str], str]] = {
-        "MIXED_PRECISION": ({precision}, f"train.precision is {train.precision} (= {precision!r} there)"),
+        "MIXED_PRECISION": ({theirs}, f"train.precision is {precision} (= {theirs!r} there)"),
         **dict.fromkeys(("USE_FSDP", "USE_PARALLELISM_CONFIG"), (off, "train.parallel decides")),
         **dict.fromkeys(("USE_DEEPSPEED", "USE_MEGATRON_LM"), (off, "train.parallel decides")),
-        "DYNAMO_BACKEND": (off, f"train.compile is {train.compile}"),
+        "DYNAMO_BACKEND": (off, f"train.compile is {compiled}"),
         "GRADIENT_ACCUMULATION_STEPS": ({"1"}, "bucket.batch and train.microbatch decide"),
         "CPU_AFFINITY": (off, "processes are not bound to cores here (torchrun has --numa-binding)"),
-        "USE_CPU": ({*off, "true", "1", "yes"} if device.type == "cpu" else off, f"train.device is {train.device}"),
+        "USE_CPU": ({*off, "true", "1", "yes"} if device.type == "cpu" else off, f"train.device is {chosen}"),
     }
     given = {name: env[f"ACCELERATE_{name}"] for name in accepted if f"ACCELERATE_{name}" in env}
     wrong = {name: value for name, value in given.items() if value.strip().lower() not in accepted[name][0]}

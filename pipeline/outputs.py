@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.cache.cache import Cache
 from pipeline.cache.disk import file_digest
 from pipeline.config import Config
 from pipeline.errors import UserError
+from pipeline.locations import cache_location
 from pipeline.options import flat
 
 _READ = ("id", "start", "image_root", "caches", "cache")
@@ -28,7 +28,7 @@ _DECODER = "vae.decoder"
 
 def inputs(config: Config) -> Iterator[tuple[str, Path]]:
     """The files and folders on a disk that a configuration reads, with the option that names each; last the sources of
-    its cache."""
+    its cache. It walks all options of all sections, since any of them may name a file."""
     for name, value in flat(config.model_dump()):
         if name != _DECODER and name.rpartition(".")[2] not in _READ:
             continue
@@ -37,7 +37,7 @@ def inputs(config: Config) -> Iterator[tuple[str, Path]]:
                 yield name, Path(place).resolve()
     if "://" not in config.cache:
         with suppress(UserError, OSError):
-            cache = Cache.if_there(config)
+            cache = cache_location(config).open_if_there()
             for source in cache.sources() if cache is not None else ():
                 root = str((cache.last_scan(source) or {}).get("root", "")) if cache is not None else ""
                 if root and "://" not in root and Path(root).exists():
@@ -50,6 +50,7 @@ def check(
     """Refuse a place to write to that is an input of the configuration, or lies in one.
 
     Args:
+        config: with all options, as in `inputs`.
         whole: everything at `out` is replaced, so no input may lie below it either.
         option: names `out`.
         sources: that are not in the cache yet.

@@ -41,6 +41,7 @@ from pipeline.encoding.rejects import Rejects
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import IntegrityError, NoSpaceError, UserError
 from pipeline.images import buckets
+from pipeline.locations import cache_location
 from pipeline.models.text import count_rows
 from pipeline.signals import PictureSignal
 from pipeline.signals.latent import compression
@@ -114,7 +115,7 @@ def run(
                         asked = prompt_sets.TRIGGER, prompting.of_trigger(prefix)
                     done = _run(config, reading, source, rehash, share, engine, stop, asked)
         except Stopped:
-            click.echo(f"stopped by {stop.name}; nothing is half done: run the same command again to continue")
+            click.echo(f"stopped by {stop.name}; no unfinished work was left: run the same command again to continue")
             done = {"stopped": stop.name}
     if as_json:
         click.echo(json.dumps(done))
@@ -150,7 +151,7 @@ def dry_run(
         tasks = _tasks(task_index, task_count, engine)[1]
         config, source, reading = opened(config, data, source_name, format)
         recipes = signals.recipes(signals.Encoders(config.vae, config.text), config.data, config.encode)
-        survey = surveying.survey(source, reading, Cache.if_there(config), recipes, rehash)
+        survey = surveying.survey(source, reading, cache_location(config).open_if_there(), recipes, rehash)
         work, recipes = survey.work, survey.recipes
         count = partial(count_rows, config.text, caption_rules.instruction(config.text))
         sizes, times = estimate.sizes(work, caption_of(recipes), count), None
@@ -196,11 +197,11 @@ def opened(
 
     def scan_of(name: str) -> dict[str, Any] | None:
         try:
-            cache = Cache.if_there(config)
+            cache = cache_location(config).open_if_there()
         except IntegrityError:
             if not mends:
                 raise
-            cache = Cache.of(config, create=True)
+            cache = cache_location(config).open(create=True)
         return None if cache is None else cache.last_scan(name)
 
     raw = config.text.recipe == "nvlabs"
@@ -334,7 +335,7 @@ def _run_prompts(
     config: Config, name: str, lines: Lines, share: tuple[int, int], engine: str, stop: Stop
 ) -> dict[str, Any]:
     text = TextRecipe.wanted(signals.Encoders(config.vae, config.text), config.data, config.encode)
-    cache = Cache.of(config, create=True)
+    cache = cache_location(config).open(create=True)
     copies.repair_all(cache.files)
     cache.files.sweep()
     cache.add_recipe(text)
@@ -396,7 +397,7 @@ def _run(
 ) -> dict[str, Any]:
     recipes = signals.recipes(signals.Encoders(config.vae, config.text), config.data, config.encode)
     table = buckets.table(config.data, compression(recipes))
-    cache = Cache.of(config, create=True)
+    cache = cache_location(config).open(create=True)
     copies.repair_all(cache.files)
     recipes = surveying.with_stored_decoder(cache, recipes, config.data.decoder)
     cache.files.sweep()
@@ -723,7 +724,7 @@ def ray_encoder(config_json: str, source_names: tuple[str, ...], beside: tuple[s
     """
     launch.prefer_expandable_segments()
     config = Config.model_validate_json(config_json)
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     sources = {name: scanning.reopen(cache, name, config.data) for name in source_names}
     recipes = [cache.recipe(name) for name in beside]
     return UnitEncoder(_encoder_settings(config), cache, sources, recipes, check=True)

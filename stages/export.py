@@ -32,7 +32,7 @@ from pipeline.models.encoders import vae_shape
 from pipeline.models.spec import ModelSpec
 from pipeline.models.text import TOKENIZER_FILES, text_width
 from pipeline.options import value_at
-from pipeline.reporting.export_readme import copy_pictures, readme, trigger_of
+from pipeline.reporting.export_readme import TrainedModel, copy_pictures, readme, trigger_of
 from pipeline.training import checkpoint as checkpoints
 from pipeline.training.base_weights import whole_weights
 from pipeline.urls import strip_credentials
@@ -99,10 +99,10 @@ def run(
     out = Path(out).absolute()
     _check_dtype(config, dtype or "fp32")
     if best:
-        folder, loss = checkpoints.find_best(config, checkpoint, ema=ema)
+        folder, loss = checkpoints.find_best(config.train.output, checkpoint, ema=ema)
         print(f"lowest held-out loss of the checkpoints: {loss:.4f}, {folder}", flush=True)
     else:
-        folder = checkpoints.find(config, checkpoint)
+        folder = checkpoints.find(config.train.output, checkpoint)
     document = checkpoints.read_document(folder)
     name = checkpoints.EMA_WEIGHTS if ema else checkpoints.LAST_WEIGHTS
     state = {"weights": name, **document.state.as_dict()}
@@ -118,7 +118,7 @@ def run(
     parts = _parts(config, architecture) if whole else None
     if parts is not None:
         architecture = architecture.with_sample_size(config.data.resolution // parts.compression)
-    weights = whole_weights(config, stored)
+    weights = whole_weights(config.model.weights, config.train.seed, stored)
 
     ending = f"_step_{document.state.step}{'_ema' if ema else ''}"
     about: dict[str, Any] = {"weights": name, "state": document.state, "dtype": dtype}
@@ -128,10 +128,10 @@ def run(
             _write(config, architecture, parts, work)
             about |= {"dtype": str(DTYPES[dtype]).removeprefix("torch."), "compression": parts.compression}
             about |= {"vae": _origin(config.vae), "text_encoder": _origin(config.text)}
-            text = readme("diffusers", config, architecture, **about)
+            text = readme("diffusers", described(config, architecture), **about)
         elif form == "nvlabs":
             architecture.save(weights, work, DTYPES[dtype], form, f"sana{ending}", config.text.max_length)
-            text = readme("nvlabs", config, architecture, **about)
+            text = readme("nvlabs", described(config, architecture), **about)
         elif of_adapter:
             assert adapter is not None and isinstance(weights, Merged)
             run = folder.resolve().parents[1]
@@ -140,10 +140,10 @@ def run(
             pictures = copy_pictures(run, document.state.step, work)
             pictures["before"] = first_drawing(document)
             about |= {"form": form, "adapter": adapter, "file": f"{stem}.safetensors", **_base(config), **pictures}
-            text = readme(adapter.readme, config, architecture, **about)
+            text = readme(adapter.readme, described(config, architecture), **about)
         else:
             architecture.save(weights, work / "transformer", DTYPES[dtype])
-            text = readme("transformer", config, architecture, **about)
+            text = readme("transformer", described(config, architecture), **about)
         (work / "README.md").write_text(text, encoding="utf-8")
         record = outputs.recorded(work)
         _json(work / MARK, {"state": state, "config": _shown(config), "files": record})
@@ -153,10 +153,18 @@ def run(
     return out
 
 
+def described(config: Config, architecture: ModelSpec) -> TrainedModel:
+    """What the README says of the model."""
+    shift = config.train.flow.shift
+    return TrainedModel(architecture, config.model.weights, config.data, config.text, shift, config.sample)
+
+
 def _header(config: Config, adapter: Adapter, document: checkpoints.Document, title: str) -> dict[str, str]:
     """Make the header of an adapter's file."""
     base, rank = _base(config)["base"].strip("`"), getattr(adapter, "rank", None)
-    return files.header(title, base, trigger_of(config), config.data.resolution, document.state.step, rank)
+    return files.header(
+        title, base, trigger_of(config.data.caption_prefix), config.data.resolution, document.state.step, rank
+    )
 
 
 def first_drawing(document: checkpoints.Document) -> str:

@@ -410,8 +410,10 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
     Raises:
         NothingFitsError: nothing fits into the card, as predicted.
     """
-    data = replace(Data.of(config), samples=made.trained)
-    shape = predict.architecture(config, data)
+    data = replace(
+        Data.configured(config.model, config.data, config.bucket, config.text.max_length), samples=made.trained
+    )
+    shape = predict.architecture(config.model, config.data.resolution, data)
     lines, step = list[str](), None
     if machine is not None and not machine.card.bears(config.train.precision):
         lines.append(
@@ -420,9 +422,9 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
         )
     elif machine is not None:
         search = Search(shape, data, machine, config.bears)
-        decided, lines = auto.decide(config, lambda: shape, data, machine, search=search)
-        layout_of_run = predict.check(decided.train, shape, data, machine.gpus)
-        step = search.candidate(decided.train, layout_of_run).time.step
+        decided, lines = auto.decide(config.train, machine, lambda: search)
+        layout_of_run = predict.check(decided, shape, data, machine.gpus)
+        step = search.candidate(decided, layout_of_run).time.step
     lines += extent.lines(config.train, shape, data, step)[:1]  # without its warning: the epochs are chosen
     cache = sum(_cache_bytes(config, each) for each in looked)
     steps = extent.steps_of(config.train, data)

@@ -11,6 +11,7 @@ import click
 
 from pipeline.config import Config
 from pipeline.errors import escaped
+from pipeline.locations import cache_location
 from pipeline.reporting.blocks import plain
 from pipeline.reporting.figures import collect
 from pipeline.reporting.sections import SECTIONS
@@ -22,7 +23,7 @@ def run(config: Config, run: Path | None = None, snapshot: str | None = None, as
     Returns:
         0.
     """
-    figures, _, _ = collect(config, run=run, snapshot=snapshot)
+    figures, _, _ = collect(Path(config.train.output), cache_location(config).open, run=run, snapshot=snapshot)
     if as_json:
         click.echo(json.dumps(figures))
         return 0

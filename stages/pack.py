@@ -14,9 +14,10 @@ import click
 from pipeline import launch
 from pipeline.amounts import amount
 from pipeline.cache import copies, index
-from pipeline.cache.cache import Cache, check_snapshot_name, name_taken
-from pipeline.cache.snapshot import Head
+from pipeline.cache.cache import check_snapshot_name, name_taken
+from pipeline.cache.snapshot_head import Head
 from pipeline.config import Config
+from pipeline.locations import cache_location
 from pipeline.snapshots import heldout, packing
 from pipeline.work import claims, engine
 from pipeline.work.progress import Progress
@@ -56,7 +57,7 @@ def run(
     """
     check_name(name)
     stop = Stop()
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     copies.repair_all(cache.files)
     source = cache.open_snapshot(snapshot)
     source_name = snapshot if snapshot is not None and cache.snapshot_of(snapshot) else source.id[:12]
@@ -69,7 +70,7 @@ def run(
     try:
         made, left = _pack_units(config, packing.Packer(cache, source, plan), stop)
     except Stopped:
-        click.echo(f"stopped by {stop.name}; nothing is half done: run the same command again to continue")
+        click.echo(f"stopped by {stop.name}; no unfinished work was left: run the same command again to continue")
         return None
     claims.sweep(cache, [plan])
     report: dict[str, Any] = {"packed_from": source.id, "shards": len(plan.units), "made": made, "left": left}

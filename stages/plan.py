@@ -12,16 +12,17 @@ from typing import Any
 import click
 
 from pipeline.amounts import amount, duration, figure
-from pipeline.cache.cache import Cache
-from pipeline.config import Config
+from pipeline.config import Config, TrainConfig
 from pipeline.errors import print_error
 from pipeline.gpus import GIB
+from pipeline.locations import cache_location
 from pipeline.planning import auto, extent
 from pipeline.planning import predict as predicting
 from pipeline.planning.cost import Time, by_share
 from pipeline.planning.predict import Data, Machine, Prediction
 from pipeline.planning.search import Candidate, NothingFitsError, Search
-from pipeline.training.inputs import unused_records
+from pipeline.snapshots.opening import unused_records
+from pipeline.training.assemble import recipe_of
 from pipeline.training.remedies import flags
 
 
@@ -55,31 +56,35 @@ def run(config: Config, options: Options) -> int:
         UserError: an unknown card, sizes that do not divide, a snapshot that does not exist.
     """
     machine = auto.named(options.gpu, options.gpu_memory, options.gpus, options.nodes)
-    predicting.check_precision(config, machine)
-    opened = None if options.snapshot is None else Cache.of(config).open_snapshot(options.snapshot)
-    for note in () if opened is None else unused_records(config, opened):
+    predicting.check_precision(config.train.precision, config.bears, machine)
+    opened = None if options.snapshot is None else cache_location(config).open().open_snapshot(options.snapshot)
+    for note in () if opened is None else unused_records(opened, recipe_of(config.train).pictures):
         click.echo(note, err=True)
-    data = Data.of(config, opened)
-    shape = predicting.architecture(config, data)
+    data = (
+        Data.configured(config.model, config.data, config.bucket, config.text.max_length)
+        if opened is None
+        else Data.of(opened)
+    )
+    shape = predicting.architecture(config.model, config.data.resolution, data)
     search = Search(shape, data, machine, config.bears)
     try:
-        return _search(config, search, options) if options.search else _predict(config, search, options)
+        return (_search if options.search else _predict)(config.train, search, options)
     except NothingFitsError as error:
         print_error(error)
         return 1
 
 
-def _predict(config: Config, search: Search, options: Options) -> int:
+def _predict(train: TrainConfig, search: Search, options: Options) -> int:
     """Print memory, time and cost of the configuration, with values for what is `auto`."""
-    undecided = tuple(name for name in config.train.undecided if name != "compile")
+    undecided = tuple(name for name in train.undecided if name != "compile")
     data, machine, decided = search.data, search.machine, list[str]()
     error = None
     try:
-        config, decided = auto.decide(config, lambda: search.shape, data, machine, search=search)
-        layout = predicting.check(config.train, search.shape, data, machine.gpus)
-        candidate = search.candidate(config.train, layout)
+        train, decided = auto.decide(train, machine, lambda: search)
+        layout = predicting.check(train, search.shape, data, machine.gpus)
+        candidate = search.candidate(train, layout)
         if not candidate.prediction.fits:
-            error = search.refusal(config.train, candidate)
+            error = search.refusal(train, candidate)
     except NothingFitsError as refused:
         error, candidate = refused, refused.smallest
         decided = ["auto: nothing fits; the most frugal case:"]
@@ -93,7 +98,7 @@ def _predict(config: Config, search: Search, options: Options) -> int:
         report |= {"fix": error.fix} if error is not None else {}
         click.echo(json.dumps({**report, "gpu": machine.card.name, "gpus": machine.gpus, "nodes": machine.nodes}))
     else:
-        run_lines = extent.lines(config.train, search.shape, data, None if time is None else time.step)
+        run_lines = extent.lines(train, search.shape, data, None if time is None else time.step)
         memory, speed = memory_lines(prediction), time_lines(time, prediction, options.price)
         for line in (*decided, *memory, *speed, *run_lines):
             click.echo(line)
@@ -102,13 +107,13 @@ def _predict(config: Config, search: Search, options: Options) -> int:
     return 0
 
 
-def _search(config: Config, search: Search, options: Options) -> int:
+def _search(train: TrainConfig, search: Search, options: Options) -> int:
     """Print what fits, the fastest first."""
     machine = search.machine
     try:
-        candidates = search.ranked(config.train)
+        candidates = search.ranked(train)
     except NothingFitsError as error:
-        raise search.refusal(config.train, error.smallest) from None
+        raise search.refusal(train, error.smallest) from None
     if options.as_json:
         rows = [
             {
@@ -125,7 +130,7 @@ def _search(config: Config, search: Search, options: Options) -> int:
     for candidate in candidates:
         total = candidate.prediction.total / GIB
         click.echo(f"{figure(candidate.time.images_per_s):>9} {total:6.1f}  {_described(candidate)}")
-    sizes = {"parallel.sizes": "given"} if config.train.parallel.sizes == "auto" else {}
+    sizes = {"parallel.sizes": "given"} if train.parallel.sizes == "auto" else {}
     click.echo(f"the first one: {flags({**sizes, **candidates[0].changes})}")
     return 0
 

@@ -20,6 +20,7 @@ from pipeline.cache.prompts import spread
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import UserError, shown
+from pipeline.locations import cache_location
 from pipeline.reporting import page
 from pipeline.reporting.blocks import Card
 from pipeline.reporting.figures import collect
@@ -56,7 +57,9 @@ def run(
     """
     outputs.check(config, out)
     page.check_out(out)
-    figures, cache, opened = collect(config, run=run, snapshot=snapshot, compare=compare)
+    figures, cache, opened = collect(
+        Path(config.train.output), cache_location(config).open, run=run, snapshot=snapshot, compare=compare
+    )
     if opened is None and figures["run"] is None:
         raise _nothing(figures["missing"])
     thumbnails = _Thumbnails(config, cache) if pictures and cache is not None else None
@@ -92,7 +95,7 @@ def finish(config: Config, run: Path, file: str) -> int:
     try:
         out = run / PAGE
         page.check_out(out)
-        page.write_report(collect(config, run=run, with_data=False)[0], out, [])
+        page.write_report(collect(run, None, run=run)[0], out, [])
         click.echo(f"report with the losses and pictures: {out.resolve().as_uri()}")
     except Exception as error:
         known = shown(error)

@@ -22,11 +22,12 @@ import torch
 
 from pipeline import outputs
 from pipeline.amounts import amount
-from pipeline.cache.cache import Cache
 from pipeline.config import LOCAL_NAME, Config, Given, PicturesConfig, reads
+from pipeline.locations import cache_location
 from pipeline.options import flat, put, value_at
 from pipeline.processes import INTERRUPTED, beside, call, command, free_memory, shown
 from pipeline.reporting import run_pictures
+from pipeline.snapshots import provenance
 from pipeline.training import changes, checkpoint, heldout
 
 PROMPTS = "prompts.txt"
@@ -171,10 +172,9 @@ def check_unchanged(config: Config) -> None:
     output = Path(config.train.output)
     folder = checkpoint.newest(output / "checkpoints")
     if folder is not None:
-        cache = Cache.of(config)
-        changes.refuse(
-            output, changes.since(config, cache, checkpoint.read_document(folder), cache.snapshot_of("latest"))
-        )
+        cache, document = cache_location(config).open(), checkpoint.read_document(folder)
+        differing = provenance.since(cache, document.state.snapshot, cache.snapshot_of("latest"))
+        changes.refuse(output, [*changes.of_weights(config.model.weights, document), *differing])
 
 
 def _options(stage: str, given: Given, path: str | None, overrides: Sequence[str]) -> list[str]:

@@ -26,16 +26,17 @@ import torch
 from torch import Tensor
 
 from pipeline import outputs
-from pipeline.cache.cache import Cache
 from pipeline.cache.prompts import spread
-from pipeline.cache.snapshot import Head
+from pipeline.cache.snapshot_head import Head
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, UserError, writing
 from pipeline.launch import check_compiler, gpus, resolve_device, set_tf32
+from pipeline.locations import cache_location
 from pipeline.metrics.trackers import PictureTrackers
 from pipeline.models.adapters import Adapter, adapter_from
 from pipeline.models.encoders import vae_shape
 from pipeline.models.hub import listed, open_tensors, resolve
+from pipeline.models.sampler import Sampling
 from pipeline.reporting import draw_latents, encoder_process, run_pictures
 from pipeline.reporting.draw_latents import DrawnLatent
 from pipeline.reporting.source_pictures import SourcePictures
@@ -94,7 +95,7 @@ def run(
     """
     outputs.check(config, FOLDER if out is None else out)
     config, stored, controlled = _trained(config, checkpoint, ema)
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     opened = cache.open_snapshot(snapshot)
     if controlled is not None and CONTROL not in opened.pictures:
         raise ConfigError(
@@ -112,7 +113,10 @@ def run(
 
     def draw(title: str, weights: dict[str, Tensor]) -> list[DrawnLatent]:
         adapter = controlled if title == DRAWN and scale != 0 else None
-        return draw_latents.draw_for(config, architecture, weights, opened, chosen, device, adapter)
+        model = draw_latents.open_model(config.train, architecture, weights, device, adapter)
+        return draw_latents.draw_for(
+            model, _sampling(config), config.sample.seed, opened, chosen, controlled=adapter is not None
+        )
 
     with _working(out) as work:
         by_title = _drawn(columns, draw)
@@ -140,13 +144,17 @@ def run(
 def _trained(config: Config, checkpoint: str, ema: bool) -> tuple[Config, checkpoints.ModelTensors, Adapter | None]:
     """The configuration as of the training, the weights, and the ControlNet among them (None: it has none)."""
     set_tf32(config.train.tf32)
-    stored = checkpoints.ModelTensors(checkpoints.find(config, checkpoint), ema=ema)
+    stored = checkpoints.ModelTensors(checkpoints.find(config.train.output, checkpoint), ema=ema)
     adapter = adapter_from(stored.document.adapter)
     controlled = adapter if adapter is not None and adapter.stays else None
-    trained = checkpoints.as_trained(config, stored.document.config)
-    for line in checkpoints.other_drawing(config, trained):
+    trained = checkpoints.as_trained(config.train, stored.document.config)
+    for line in checkpoints.other_drawing(config.train, trained):
         _log(f"note: drawn as {stored.folder} was trained: {line}")
-    return trained, stored, controlled
+    return config.model_copy(update={"train": trained}), stored, controlled
+
+
+def _sampling(config: Config) -> Sampling:
+    return Sampling.of(config.sample, config.train.flow.shift, config.train.drawn_at_once)
 
 
 def _columns(
@@ -156,8 +164,9 @@ def _columns(
     is_adapter = stored.document.adapter is not None
     if not is_adapter and scale is not None:
         raise ConfigError(f"{stored.folder} holds a whole model, not an adapter", fix="leave --adapter-scale out")
-    first = partial(whole_weights, config, stored, 0.0) if is_adapter else partial(_first_weights, stored)
-    last = partial(whole_weights, config, stored, 1.0 if scale is None else scale)
+    whole = partial(whole_weights, config.model.weights, config.train.seed, stored)
+    first = partial(whole, 0.0) if is_adapter else partial(_first_weights, stored)
+    last = partial(whole, 1.0 if scale is None else scale)
     return {**({BASE: first} if base else {}), DRAWN: last}
 
 
@@ -313,8 +322,9 @@ def run_prompts(
         device = _device(config)
 
         def draw(title: str, weights: dict[str, Tensor]) -> list[Tensor]:
-            given = (controlled, drawn_from) if title == DRAWN and scale != 0 else ()
-            return draw_latents.draw_prompts(config, stored.architecture, weights, encoded, shape, device, *given)
+            adapter, control = (controlled, drawn_from) if title == DRAWN and scale != 0 else (None, None)
+            model = draw_latents.open_model(config.train, stored.architecture, weights, device, adapter)
+            return draw_latents.draw_prompts(model, _sampling(config), config.sample.seed, encoded, shape, control)
 
         latents = _drawn(columns, draw)
         if drawn_from is not None:
@@ -385,7 +395,7 @@ def decode(config: Config, latents: Path, out: Path) -> int:
 def recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, TextRecipe | None]:
     """The recipes that a model was trained with; None if its snapshot is not in the cache."""
     try:
-        cache = Cache.if_there(config)
+        cache = cache_location(config).open_if_there()
         if cache is not None:
             head = Head.read(cache.files, snapshot)
             return head.recipe(LatentRecipe), head.recipe(TextRecipe)

@@ -21,6 +21,7 @@ from pipeline.encoding.encoder_settings import EncoderSettings
 from pipeline.encoding.repair import Repairs, repair_table
 from pipeline.encoding.unit_encoder import UnitEncoder
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError, expanded
+from pipeline.locations import cache_location
 from pipeline.signals import Encoders
 from pipeline.snapshots import packing
 from pipeline.work.progress import Progress
@@ -40,7 +41,7 @@ def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_jso
         CacheError: there is no cache.
         UserError: a repair needs a source or a model that is not there. All other damage is repaired first.
     """
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     repairs = _repairs(config, cache, data) if repair else None
     with Progress("files", None) as bar:
         report = _Report(cache, bar, log=not as_json)
@@ -58,7 +59,7 @@ def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_jso
     if as_json:
         click.echo(json.dumps({"files": bar.done, "bytes": report.bytes, "ok": not left, "findings": report.rows()}))
     else:
-        result = f"{len(left)} damaged" if left else "everything is right"
+        result = f"{len(left)} damaged" if left else "no damage"
         click.echo(f"{bar.done} files, {amount(report.bytes)} read: {result}")
         for fix in sorted({finding.fix for finding in left if not (repair and finding.fix == layout.REPAIR)}):
             click.echo(f"fix: {fix}")
@@ -70,7 +71,8 @@ def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_jso
 def _repairs(config: Config, cache: Cache, data: tuple[str, ...]) -> Repairs:
     settings = EncoderSettings(Encoders(config.vae, config.text), config.encode, config.data.max_pixels)
     encoder = UnitEncoder(settings, cache, {}, check=True)
-    return Repairs(encoder, config.data, partial(Cache.others_of, config), dict(_pair(text) for text in data))
+    others = partial(cache_location(config).open_others, config.bucket.caches)
+    return Repairs(encoder, config.data, others, dict(_pair(text) for text in data))
 
 
 def _pair(text: str) -> tuple[str, str]:

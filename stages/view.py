@@ -11,9 +11,9 @@ import click
 
 from pipeline import outputs
 from pipeline.amounts import amount
-from pipeline.cache.cache import Cache
 from pipeline.config import Config
 from pipeline.errors import escaped
+from pipeline.locations import cache_location
 from pipeline.reporting import page, sample_view
 from pipeline.reporting.blocks import Block, Card, Column, Table
 from pipeline.reporting.further_figures import further_recipes
@@ -46,7 +46,7 @@ def run(
         CacheError: no such snapshot; a record is damaged.
         ConfigError: `near` in a snapshot without hashes.
     """
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     opened = cache.open_snapshot(snapshot)
     row = sample_view.find(cache, opened, text)
     values, records = sample_view.describe(cache, opened, row)

@@ -20,7 +20,7 @@ from tests.support.workers import tiny_run
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapted") / "run"
     settings = tiny_run.config(folder, steps=2, save_every=2, adapter={"rank": 2, "alpha": 3.0, "targets": "all"})
-    fit(settings, tiny_run.task(settings), Launch(), log=lambda line: None)
+    fit(settings.train, tiny_run.task(settings), Launch(), log=lambda line: None)
     return folder
 
 

@@ -23,7 +23,8 @@ from pipeline.errors import ConfigError
 from pipeline.models.adapters import Merged, files
 from pipeline.models.adapters.chosen import Chosen
 from pipeline.models.adapters.lora import DoRA, LoRA
-from pipeline.models.sana_config import SanaConfig, deinterleave, interleave
+from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_shape import deinterleave, interleave
 from tests.support.messages import naming
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,8 +20,8 @@ from pipeline.layer_classes import LayerMixin, add_mixin, without_adapter
 from pipeline.models.adapters import Merged, adapter_of, files, low_rank
 from pipeline.models.adapters.lora import LoRA
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import deinterleave, interleave
 from pipeline.models.sana_files import save_weights
+from pipeline.models.sana_shape import deinterleave, interleave
 from pipeline.training.checkpoint import CheckpointError
 from tests.support.checkpoints import load_model_state
 from tests.support.messages import naming

@@ -249,7 +249,7 @@ def test_gc_removes_only_what_nothing_needs(
     stages.encode.run(config, data=str(photos))
     stages.gc.run(config, older_than_hours=0, as_json=True)
     before = last_json(capsys)
-    assert {entry["why"] for entry in before["files"]} == {"its plan's segment stands for it"}
+    assert {entry["why"] for entry in before["files"]} == {"merged into the segment of its plan"}
     orphan = next(root.glob("shards/latent-*/*/*.tar")).with_name("0" * 32 + ".tar")
     orphan.write_bytes(b"never committed")
     (root / "tmp").mkdir(exist_ok=True)
@@ -287,7 +287,7 @@ def test_every_file_that_is_lost_is_named(
 
 
 def test_a_table_and_its_shard_that_are_both_damaged_do_not_end_the_audit(filled: tuple[Config, Path]) -> None:
-    cache = Cache.of(filled[0])
+    cache = Cache(filled[0].cache)
     path, row = a_record(cache, "latent")
     commit = next(c for c in index.commits(cache.files, cache.recipes("latent")[0].name, 0) if c.shard == path.stem)
     flip(path, row["offset"] + 1)
@@ -340,7 +340,7 @@ def test_a_signal_in_the_last_unit_leaves_a_complete_cache(
 
 def test_gc_spares_what_was_trained_on(filled: tuple[Config, Path], tmp_path: Path) -> None:
     config, _ = filled
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     trained = cache.open_snapshot().id
     cache.keep(trained)
     cache.keep(trained)

@@ -23,9 +23,9 @@ from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import IntegrityError
 from pipeline.loader.planner import Planner
-from pipeline.reporting.figures import collect
 from pipeline.snapshots import balance
 from tests.support.constants import set_constants
+from tests.support.reports import collect
 
 MakeConfig = Callable[..., Config]
 Made = Callable[..., tuple[Snapshot, dict[str, Any]]]

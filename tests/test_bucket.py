@@ -31,7 +31,8 @@ from pipeline.cache.files import Files
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.keys import as_keys, item_keys, key_bytes, sample_ids
 from pipeline.cache.shard import from_ipc, to_ipc
-from pipeline.cache.snapshot import BucketPart, Snapshot
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import BucketPart
 from pipeline.cache.snapshot_lists import publish
 from pipeline.cache.status import status
 from pipeline.cli import cli
@@ -41,9 +42,10 @@ from pipeline.images import buckets
 from pipeline.loader.loader import Loader
 from pipeline.loader.planner import Planner
 from pipeline.loader.schedule import Schedule
+from pipeline.locations import cache_location
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
-from pipeline.snapshots import filters, join, selection
+from pipeline.snapshots import assemble, filters, frames, selection
 from tests.support import synthetic
 from tests.support.damage import flip
 from tests.support.loading import loader_settings
@@ -299,17 +301,17 @@ def test_a_similar_column_is_spelled_as_a_condition_has_it() -> None:
         ("Width > 3", "did you mean 'width'"),
         ("WIDTH > 3", "did you mean 'width'"),
         ("nothing > 3", "expected: aspect, bytes, caption, captions, height, item, pixels, score, source, tag, width"),
-        ('tag = "even"', "text stands in single quotes: 'even'"),
+        ('tag = "even"', "text goes in single quotes: 'even'"),
         ("score.x = 1", "names the column 'score.x'"),
         ("score >", 'syntax error at or near ")"'),
         ("score is None", 'syntax error at or near "None"'),
-        ("1 < score < 3", "is no condition of SQL"),
+        ("1 < score < 3", "is not an SQL condition"),
         ("score", "width >= 512"),
         ("'yes'", "width >= 512"),
         ("tag > 3", "TRY_CAST(column AS DOUBLE)"),
         ("tag > 3", "tag is VARCHAR"),
         ("tag > DATE '2024-03-01'", "TRY_CAST(column AS DATE)"),
-        ("len(range(1000000000)) > 0", "calls 'range', which is no function of a row's values alone"),
+        ("len(range(1000000000)) > 0", "calls 'range', which is not a function of the row's values alone"),
         ("length(repeat(item, 1000000000)) > 0", "calls 'repeat'"),
         ("lpad(item, 1000000000, 'x') > 'y'", "calls 'lpad'"),
         ("len(list_resize([1], 1000000000)) > 0", "calls 'list_resize'"),
@@ -319,30 +321,30 @@ def test_a_similar_column_is_spelled_as_a_condition_has_it() -> None:
         ("regexp_matches(tag, '(')", "cannot be computed"),
         ("min(width, height) > 3", "did you mean 'least'?"),
         ("startswith(tag, 'a')", "did you mean 'starts_with'?"),
-        ("random() < 0.5", "calls 'random', which is no function of a row's values alone"),
+        ("random() < 0.5", "calls 'random', which is not a function of the row's values alone"),
         ("now() > '2020-01-01'::TIMESTAMP", "calls 'now'"),
         ("current_date > '2020-01-01'::DATE", "current_date"),
         ("ago(INTERVAL 1 DAY) > '2020-01-01'::TIMESTAMP", "calls 'ago'"),
         ("age('2020-01-01'::TIMESTAMP) > INTERVAL 1 DAY", "calls 'age'"),
         ("count(*) > 1", "calls 'count_star'"),
-        ("geomean(score) > 1", "calls 'geomean', which is no function of a row's values alone"),
+        ("geomean(score) > 1", "calls 'geomean', which is not a function of the row's values alone"),
         ("generate_subscripts([1, 2], 1) = 1", "calls 'generate_subscripts'"),
         ("score > (SELECT 1)", "has a subquery"),
         ("sum(score) OVER () > 1", "has a window"),
         ("score IN (SELECT 1)", "has a subquery"),
-        ("tag = read_text('/etc/passwd')", "calls 'read_text', which is no function of a row's values alone"),
+        ("tag = read_text('/etc/passwd')", "calls 'read_text', which is not a function of the row's values alone"),
         ("list_transform([1], x -> x) = [1]", "has a lambda"),
         ("score > $limit", "is more than one condition"),
         ("*", "has a star"),
         ("true), (true", "is more than one condition"),
         ("true) UNION SELECT (true", "is more than one condition"),
         ("true) FROM read_text('/etc/passwd') WHERE (true", "is more than one condition"),
-        ("true); COPY (SELECT 1) TO '/tmp/x'; SELECT (1", "is no condition of SQL"),
+        ("true); COPY (SELECT 1) TO '/tmp/x'; SELECT (1", "is not an SQL condition"),
         ("true) ORDER BY (1", "is more than one condition"),
-        ("(" * 500, "is no condition of SQL"),
-        ("NOT " * 4000 + "true", "is no condition of SQL"),
-        ("NOT " * 900 + "true", "is no condition of SQL"),
-        ("score > \udcff", "is no condition of SQL"),
+        ("(" * 500, "is not an SQL condition"),
+        ("NOT " * 4000 + "true", "is not an SQL condition"),
+        ("NOT " * 900 + "true", "is not an SQL condition"),
+        ("score > \udcff", "is not an SQL condition"),
         ("-" * 100_000 + "1", "has 100,001 characters"),
     ],
 )
@@ -472,11 +474,11 @@ def test_a_filter_of_one_source_leaves_the_others_alone(root: Path) -> None:
 # ---------------------------------------------------------------- deduplication, held-out part, subsets
 
 
-@pytest.mark.parametrize("rows", [join.ROWS, 3])
+@pytest.mark.parametrize("rows", [frames.ROWS, 3])
 def test_one_of_equal_pictures_stays_and_which_is_stated(
     rows: int, root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(join, "ROWS", rows)
+    monkeypatch.setattr(frames, "ROWS", rows)
     same = ["00003.png", "b.png", "a.png"]
     one = [*pictures(6), Picture("b.png", "3"), Picture("a.png", "3")]
     add(config(root), "one", one)
@@ -592,7 +594,7 @@ def test_drop_says_what_becomes_of_the_rest(root: Path, capsys: pytest.CaptureFi
     assert "bucket.remainder=carry" in str(caught.value)
     notes = {(b["height"], b["width"]): b["note"] for b in summary["buckets"]}
     assert "left out" in notes[16, 32]
-    assert notes[16, 24].startswith("3 samples skipped, other ones each epoch")
+    assert notes[16, 24].startswith("3 samples are skipped, different ones each epoch")
 
 
 def test_a_snapshot_of_an_option_that_is_gone_is_refused_with_the_way_out(root: Path) -> None:
@@ -803,7 +805,7 @@ def test_other_caches_are_taken_in_whole(tmp_path: Path, capsys: pytest.CaptureF
     shutil.rmtree(there)
     assert list(audit.verify(Cache(here))) == []
     assert status(Cache(here))["complete"]
-    assert {why for _, _, why in unneeded(Cache(here), older_than_s=0)} <= {"its plan's segment stands for it"}
+    assert {why for _, _, why in unneeded(Cache(here), older_than_s=0)} <= {"merged into the segment of its plan"}
     assert len({i for batch in batches(of.model_copy(update={"bucket": config(here).bucket}), 16) for i in batch}) >= 50
     assert Cache(here).sources() == ["one"]
     assert len(made(config(here))) == 30
@@ -958,9 +960,10 @@ def test_caches_on_disks_and_in_object_stores_mix(
     of = config(here, mirror, f"bucket.caches=['{there}']", "bucket.batch=10")
     summary = report(of, capsys)
     assert summary["samples"] == 60
-    assert list(audit.verify(Cache.of(of))) == []
+    cache = cache_location(of).open()
+    assert list(audit.verify(cache)) == []
     loader = Loader(
-        Cache.of(of).open_snapshot(),
+        cache.open_snapshot(),
         loader_settings(microbatch=10, stop_step=int(summary["steps_per_epoch"])),
     )
     seen = {i for parts, _ in loader for batch in parts for i in batch.sample_ids}
@@ -1256,6 +1259,6 @@ def test_numbers_beyond_all_bounds_are_reported(root: Path, number: str) -> None
     ],
 )
 def test_what_does_not_fill_a_batch_is_said(small: str, visits: int, steps: float, says: str) -> None:
-    found, note = join.epoch_steps(Fraction(visits), 4, small)
+    found, note = assemble.epoch_steps(Fraction(visits), 4, small)
     assert found == steps
     assert says in note if says else not note

@@ -32,6 +32,7 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe
 from pipeline.cache.status import status
 from pipeline.errors import CacheError, IntegrityError
+from pipeline.locations import cache_location
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from tests.support import synthetic, tiny_cache
@@ -279,7 +280,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize(
-    "open_cache", [lambda root: Cache(root, create=True), lambda root: Cache.if_there(config(root))]
+    "open_cache", [lambda root: Cache(root, create=True), lambda root: cache_location(config(root)).open_if_there()]
 )
 def test_another_process_may_make_the_cache_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_cache: Callable[[Path], object]

@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 
 def train(settings: Config, *, resume: str | Path | None = None, **options: Any) -> Report:
-    return fit(settings, tiny_run.task(settings, **options), Launch(), resume=resume, log=lambda line: None)
+    return fit(settings.train, tiny_run.task(settings, **options), Launch(), resume=resume, log=lambda line: None)
 
 
 def files(folder: Path) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def test_training_waits_for_a_save_where_main_memory_does_not_hold_a_copy(
     monkeypatch.setattr(checkpoint, "free_memory", lambda: 1000)
     monkeypatch.setattr(HostCopy, "of", lambda *args: pytest.fail("a copy was taken"))
     short = tiny_run.config(tmp_path / "short", steps=2, save_every=1)
-    fit(short, tiny_run.task(short), Launch(), log=said.append)
+    fit(short.train, tiny_run.task(short), Launch(), log=said.append)
     assert {*writers} == {threading.main_thread()} and len(writers) == 2
     assert len([line for line in said if "main memory is short" in line]) == 1
     both = (tmp_path / name / "checkpoints/step-00000002" for name in ("plenty", "short"))
@@ -499,18 +499,18 @@ def test_the_best_is_that_of_a_run_and_its_newest_validation_set(tmp_path: Path)
         checkpoint.folder_of(run / "checkpoints", step).mkdir(parents=True)
     for given in ({"run": "auto"}, {"run": str(run)}, {"run": "auto", "ema": True}):
         with pytest.raises(ConfigError, match=naming("--best", str(run))):
-            checkpoint.find_best(config, **given)  # type: ignore[arg-type]
+            checkpoint.find_best(config.train.output, **given)  # type: ignore[arg-type]
     looked_at(run, {2: {"loss": 0.1, "snapshot": "b"}, 3: {"loss": 0.1}, 4: {"loss": 0.2, "ema_loss": 0.4}})
     looked_at(run, {6: {"loss": 0.3, "ema_loss": 0.3}, 8: {"loss": 0.1}})
     for place in ("auto", str(run)):
-        assert checkpoint.find_best(config, place) == (run / "checkpoints/step-00000004", 0.2)
-        assert checkpoint.find_best(config, place, ema=True) == (run / "checkpoints/step-00000006", 0.3)
+        assert checkpoint.find_best(config.train.output, place) == (run / "checkpoints/step-00000004", 0.2)
+        assert checkpoint.find_best(config.train.output, place, ema=True) == (run / "checkpoints/step-00000006", 0.3)
     for place in (run / "checkpoints/step-00000004", tmp_path / "none", run / "checkpoints"):
         with pytest.raises(ConfigError, match=naming(str(place))):
-            checkpoint.find_best(config, str(place))
+            checkpoint.find_best(config.train.output, str(place))
     with (run / "metrics.jsonl").open("a") as file:  # a resume drops what an earlier attempt measured after its start
         file.write(json.dumps({"event": "start", "step": 2}) + "\n")
-    assert checkpoint.find_best(config, "auto") == (run / "checkpoints/step-00000002", 0.1)
+    assert checkpoint.find_best(config.train.output, "auto") == (run / "checkpoints/step-00000002", 0.1)
 
 
 def test_a_step_that_is_never_saved_cannot_be_kept() -> None:

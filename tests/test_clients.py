@@ -33,7 +33,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
     synthetic.add(config, "photos", pictures)
     stages.bucket.run(config)
     stages.pack.run(config, name="packed")
-    return Cache.of(config)
+    return Cache(config.cache)
 
 
 def by_webdataset(shards: list[str]) -> list[dict[str, Any]]:

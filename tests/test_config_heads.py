@@ -54,7 +54,7 @@ SOURCED = {
     "sana15_1600m_1024": ["1e-4 for new concepts", "that of Sana 1.0 (1.0), with the same encoder, as its authors say"],
     "sana15_4800m_1024": ["1e-4 for new concepts"],
     LORA: [
-        "4.4 GiB at 1024 x 1024 (measured on an H100, docs/gpu.md)",
+        "4.4 GiB at 1024 x 1024 (measured on an H100, docs/measurements.md)",
         "0.33 s a step on a 4090 (estimated by sana-pipe plan)",
         "(predicted by sana-pipe plan --gpu 3060)",
         "some forty pictures, on one GPU of 24 or 12 GB",

@@ -28,7 +28,8 @@ from pipeline.models.adapters import Merged, adapter_of
 from pipeline.models.adapters.controlnet import PREFIX, ControlNet
 from pipeline.models.sampler import Sampling, pad_rows
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig, deinterleave
+from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_shape import deinterleave
 from pipeline.models.spec import spec_of
 from pipeline.parallel.compile import compile_conditions
 from pipeline.parallel.mesh import Layout
@@ -265,11 +266,11 @@ def test_a_controlnet_is_no_base(tmp_path: Path) -> None:
 
 def test_a_resume_with_other_blocks_names_the_section(tmp_path: Path) -> None:
     given = run_settings(tmp_path, steps=1)
-    fit(given, tiny_run.task(given), Launch(), log=lambda line: None)
+    fit(given.train, tiny_run.task(given), Launch(), log=lambda line: None)
     other = run_settings(tmp_path, steps=2, controlnet={"layers": 1})
     named = r"train\.controlnet\.layers: the checkpoint has 2, this run 1"
     with pytest.raises(checkpoint.CheckpointError, match=named) as caught:
-        fit(other, tiny_run.task(other), Launch(), resume="auto", log=lambda line: None)
+        fit(other.train, tiny_run.task(other), Launch(), resume="auto", log=lambda line: None)
     assert "--from" not in str(caught.value), "which refuses it, too"
 
 
@@ -307,7 +308,7 @@ def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path, monkeypatc
     losses = []
     for how in ("none", "block"):
         given = run_settings(tmp_path / how, steps=4, compile=how)
-        fit(given, tiny_run.task(given), Launch(), log=lambda line: None)
+        fit(given.train, tiny_run.task(given), Launch(), log=lambda line: None)
         losses.append([row["loss"] for row in metrics.read(tmp_path / how / "metrics.jsonl")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -318,7 +319,7 @@ def test_a_validation_also_has_the_controls_of_other_samples(tmp_path: Path) -> 
         held_out = [(copied(batch), count) for batch, count in tiny_run.held_out(given)]
         held_out += [(copied(held_out[-1][0]), 1)] * alone
         task = tiny_run.task(given, touch=lambda step: copied(tiny_run.global_batch(step)))
-        fit(given, replace(task, validation=lambda layout: held_out), Launch(), log=lambda line: None)
+        fit(given.train, replace(task, validation=lambda layout: held_out), Launch(), log=lambda line: None)
         return metrics.read_events(tmp_path / name / "metrics.jsonl")["validation"]
 
     def copied(batch: Batch) -> Batch:
@@ -347,7 +348,7 @@ def test_an_export_is_the_trained_part_and_says_how_to_load_it(tmp_path: Path) -
     from diffusers import SanaControlNetModel
 
     given = run_settings(tmp_path / "run", steps=2)
-    fit(given, tiny_run.task(given), Launch(), log=lambda line: None)
+    fit(given.train, tiny_run.task(given), Launch(), log=lambda line: None)
     stored = checkpoint.ModelTensors(tmp_path / "run/checkpoints/step-00000002")
     assert all(name.startswith(PREFIX) for name in stored), "only what is trained is saved"
     export.run(given, "auto", tmp_path / "out")

@@ -26,9 +26,10 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.models.adapters import adapter_from
 from pipeline.reporting import draw_latents, encoder_process, further_figures
 from pipeline.reporting.draw_latents import SnapshotTensors
-from pipeline.reporting.figures import collect
 from pipeline.training import checkpoint
 from pipeline.training.base_weights import whole_weights
+from tests.support.drawings import draw_prompts
+from tests.support.reports import collect
 from tests.support.workers.drawings import distance, drawn
 
 pytestmark = pytest.mark.slow
@@ -99,7 +100,7 @@ def test_captions_are_drawn_with_the_controls_of_their_samples(
         pixels(tmp_path / name) for name in ("drawn/0000.png", "drawn/0000-base.png", "off/0000.png")
     )
     assert (off == base).all() and (controlled != base).any()
-    snapshot = Cache.of(config).open_snapshot()
+    snapshot = Cache(config.cache).open_snapshot()
     while_training = drawn(trained / "run", 2)[1]["controls"]
     assert while_training["snapshot"] == snapshot.id and len(while_training["samples"]) == 8, "nothing is held out"
     chosen = [row["item"] for row in rows(tmp_path / "drawn")]
@@ -132,7 +133,7 @@ def test_a_prompt_is_drawn_with_the_control_of_a_file(
     monkeypatch.setattr(draw_latents, "sample", sample)
     file = trained / "data/3.control.png"
     stages.sample.run_prompts(config, "auto", ["one", "two"], tmp_path, control=file, base=False, height=64, width=64)
-    snapshot = Cache.of(config).open_snapshot()
+    snapshot = Cache(config.cache).open_snapshot()
     row = [snapshot.source_item(row)[1] for row in range(len(snapshot))].index("3.png")
     stored = SnapshotTensors(snapshot).latent(snapshot.sample(row), "control")
     assert [each.equal(stored) for each in given["controls"]] == [True, True]
@@ -160,7 +161,7 @@ def test_a_training_draws_held_out_captions_with_the_controls_of_their_samples(
     """They are what `sample` draws of each caption with the control of its sample, by the averaged weights."""
     config = configured(make_config, drawing, *DRAWING)
     run = Path(config.train.output)
-    part = Cache.of(config).open_snapshot("latest.heldout")
+    part = Cache(config.cache).open_snapshot("latest.heldout")
     latents, description = drawn(run, 2)
     assert description["controls"]["snapshot"] == part.id and 2 <= len(description["prompts"]) == len(latents) / 2
     largest = max(range(len(part.buckets)), key=lambda bucket: part.buckets[bucket].samples)
@@ -176,9 +177,9 @@ def test_a_training_draws_held_out_captions_with_the_controls_of_their_samples(
     assert all(latents[f"{number:04d}-control"].equal(control) for number, control in enumerate(controls))
 
     def plain(number: int, control: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        weights = dict(whole_weights(config, stored, 1.0))
-        given: Any = (set_of_captions, shape, torch.device("cpu"), adapter, control)
-        return {"0": draw_latents.draw_prompts(config, stored.architecture, weights, *given)[number]}
+        weights = dict(whole_weights(config.model.weights, config.train.seed, stored, 1.0))
+        given: Any = (set_of_captions, shape, adapter, control)
+        return {"0": draw_prompts(config, stored.architecture, weights, *given)[number]}
 
     for number, control in enumerate(controls[:2]):
         made = {"0": latents[f"{number:04d}"]}

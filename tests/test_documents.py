@@ -128,24 +128,24 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 )
 def test_harm_to_one_of_the_two_changes_nothing_is_named_and_put_right(config: Config, how: str) -> None:
     root = Path(config.cache)
-    whole, answer = content(root), status(Cache.of(config))
+    whole, answer = content(root), status(Cache(config.cache))
     names = documents(root)
     assert {name.partition("/")[0] for name in names} == {*layout.DOCUMENTS, Paths.FORMAT} - {"units"}
     for name in names:
         HARM[how](root / name)
         damaged = stages.status.run(config)
-        result = status(Cache.of(config))
+        result = status(Cache(config.cache))
         assert damaged == (4 if result["damaged"] else 0) and {**result, "damaged": {}, "complete": True} == {
             **answer,
             "free_bytes": result["free_bytes"],
         }
-        assert not list(contradictions(Cache.of(config))), "a copy is as good"
+        assert not list(contradictions(Cache(config.cache))), "a copy is as good"
         assert stages.gc.run(config, older_than_hours=0) == 0
-        assert [finding.path for finding in audit.verify_documents(Cache.of(config))] == [name]
+        assert [finding.path for finding in audit.verify_documents(Cache(config.cache))] == [name]
         assert stages.verify.run(config, repair=True) == 0
         assert content(root) == whole
         HARM[how](root / Paths.copy(name))
-        printed = [finding.path for finding in audit.verify_documents(Cache.of(config))]
+        printed = [finding.path for finding in audit.verify_documents(Cache(config.cache))]
         assert printed == [Paths.copy(name)]
         assert stages.verify.run(config, repair=True) == 0
         assert content(root) == whole
@@ -162,7 +162,7 @@ def test_encode_and_bucket_put_right_what_they_meet(config: Config, photos: Path
     snapshot = stages.bucket.run(config)
     assert not encoded
     assert Paths.snapshot(snapshot) in whole
-    left = [finding.path for finding in audit.verify_documents(Cache.of(config))]
+    left = [finding.path for finding in audit.verify_documents(Cache(config.cache))]
     assert all(path.startswith("copies/") for path in left), "damaged copies alone are not looked at"
     assert how != "lost" or content(root) == whole
     assert stages.verify.run(config, repair=True) == 0
@@ -188,7 +188,7 @@ def test_a_cache_without_copies_gets_them(config: Config) -> None:
 
 
 def test_a_document_in_the_place_of_another_is_damage(config: Config) -> None:
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     one, two = (
         Paths.numbered(Paths.plans(recipe.name), 0) for kind in ("latent", "text") for recipe in cache.recipes(kind)
     )
@@ -221,7 +221,7 @@ def test_what_is_lost_with_its_copy_is_named_and_encode_and_bucket_make_it_again
     stages.encode.run(config, data=str(photos))
     stages.bucket.run(config)
     assert stages.verify.run(config) == stages.status.run(config) == 0
-    assert len(Cache.of(config).open_snapshot()) == 12
+    assert len(Cache(config.cache).open_snapshot()) == 12
     if how == "flipped" and folder != Paths.FORMAT:
         assert [path for path in root.glob("damaged/**/*") if path.is_file()], "nothing damaged is thrown away"
 
@@ -298,7 +298,7 @@ def test_commits_of_a_lost_plan_are_set_aside_before_another_takes_its_number(tm
 def test_a_table_that_is_lost_with_its_copy_is_named_and_encode_makes_it_again(
     config: Config, photos: Path, how: str, of: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     name = next(iter(sorted(cache.root.glob(of)))).relative_to(cache.root).as_posix()
     table = Paths.table(cache.files.document(name)["table"], "parquet")
     for place in (table, Paths.copy(table)):
@@ -362,7 +362,7 @@ def test_a_merged_table_is_made_again_from_its_shards(tiny: Cache) -> None:
 
 
 def test_an_older_scan_or_name_that_is_lost_says_what_its_successor_says(config: Config) -> None:
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     cache.add_scan("photos", {**(cache.last_scan("photos") or {}), "root": "elsewhere"})
     newest = stages.bucket.run(halved(config))
     for folder in ("sources/photos", "names/latest"):
@@ -390,8 +390,8 @@ def test_a_damaged_snapshot_stands_in_nobodys_way(config: Config, capsys: pytest
     assert [(e["id"], "damaged" in e) for e in last(capsys)["snapshots"]] == [(first, True), (second, False)]
     assert stages.verify.run(config, as_json=True) == 4
     assert [finding["path"] for finding in last(capsys)["findings"]] == [name]
-    assert [finding.path for finding in contradictions(Cache.of(config))] == [name]
-    assert len(Cache.of(config).open_snapshot()) == 12
+    assert [finding.path for finding in contradictions(Cache(config.cache))] == [name]
+    assert len(Cache(config.cache).open_snapshot()) == 12
     with pytest.raises(UserError, match=naming("--move")):
         stages.bucket.run(config, name="one")
     assert stages.bucket.run(config, name="one", move=True) != second
@@ -405,7 +405,7 @@ def test_a_damaged_snapshot_stands_in_nobodys_way(config: Config, capsys: pytest
 @pytest.mark.parametrize("how", ["lost", "empty"])
 def test_a_torn_copy_is_noticed_without_reading_it(config: Config, what: str, how: str) -> None:
     """Files that a snapshot names: by `status`, and by `bucket`, which writes chunks again."""
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     head = cache.open_snapshot().head
     named = {
         "samples": lambda: Paths.table(head.chunks[0].samples, "arrow"),
@@ -445,7 +445,7 @@ def test_an_older_snapshot_is_looked_at_too(tmp_path: Path) -> None:
 
 
 def test_repair_loads_one_encoder_at_a_time(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     for path in cache.root.glob("shards/*/*/*.tar"):
         path.unlink()
     alive: list[weakref.ref[object]] = []
@@ -466,7 +466,7 @@ def test_repair_loads_one_encoder_at_a_time(config: Config, monkeypatch: pytest.
 def test_what_verify_has_found_is_printed_before_it_ends(
     config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     [*_, lost] = sorted(cache.root.glob("shards/latent-*/*/*.tar"))
     lost.unlink()
 
@@ -631,7 +631,7 @@ def test_a_snapshot_with_a_damaged_table_can_be_done_without(tmp_path: Path, dam
     for place in (table, Paths.copy(table)):
         HARM["flipped"](cache.root / place)
     stages.bucket.run(of)
-    found = {finding.path: finding.fix for finding in audit.verify(Cache.of(of))}
+    found = {finding.path: finding.fix for finding in audit.verify(Cache(of.cache))}
     again = found[table]
     assert again.startswith("sana-pipe bucket --name old --move")
     assert found == {table: again, Paths.copy(table): again}
@@ -639,9 +639,9 @@ def test_a_snapshot_with_a_damaged_table_can_be_done_without(tmp_path: Path, dam
         with pytest.raises(IntegrityError, match=naming(table, layout.REPAIR)):
             stages.gc.run(of, yes=True, older_than_hours=0)
     cache.forget_name("old")
-    assert {finding.fix for finding in audit.verify(Cache.of(of))} == {"sana-pipe gc --yes"}
+    assert {finding.fix for finding in audit.verify(Cache(of.cache))} == {"sana-pipe gc --yes"}
     stages.gc.run(of, yes=True, older_than_hours=0)
-    assert not list(audit.verify(Cache.of(of)))
+    assert not list(audit.verify(Cache(of.cache)))
 
 
 @pytest.mark.parametrize("kind", ["latent", "text"])
@@ -653,7 +653,7 @@ def test_a_damaged_list_of_a_pack_hides_no_other_damage(tmp_path: Path, kind: st
     packed = pack(cache, name="packed").head
     lists = {kind: names.entry.table for kind, names in packed.shards.items()}
     HARM["flipped"](cache.root / Paths.table(lists[kind], "arrow"))
-    found = [finding.path for finding in audit.verify(Cache.of(of))]
+    found = [finding.path for finding in audit.verify(Cache(of.cache))]
     assert found == [Paths.table(lists[kind], "arrow")]
     assert stages.verify.run(of, repair=True) == 0
 
@@ -705,7 +705,7 @@ def test_an_intact_document_of_another_kind_is_none_of_a_folder(tmp_path: Path, 
 
 def test_a_document_that_does_not_say_whose_it_is_is_another(config: Config) -> None:
     keys = {"sources": "source", "plans": "recipe", "segments": "plan", "names": "name", "prompts": "name"}
-    cache, seen = Cache.of(config), set[str]()
+    cache, seen = Cache(config.cache), set[str]()
     for name, _ in copies.documents(cache.files):
         folder, body = name.partition("/")[0], cache.files.document(name)
         if folder in keys:

@@ -24,10 +24,11 @@ from pipeline.cache.keys import sample_ids
 from pipeline.cache.scratch import Scratch
 from pipeline.config import Config
 from pipeline.errors import UserError
-from pipeline.reporting.figures import collect
 from pipeline.snapshots import duplicates, heldout, selection
 from pipeline.snapshots.duplicates import Duplicates, Named
-from pipeline.snapshots.join import Frame, Joined
+from pipeline.snapshots.frames import Frame
+from pipeline.snapshots.join import Joined
+from tests.support.reports import collect
 
 MakeConfig = Callable[..., Config]
 SIGNALS = "encode.signals=[phash]"
@@ -228,7 +229,7 @@ def test_many_groups_are_listed_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch
     frame = _frame(items[number])
     keys = np.array([b"%016d" % group[n] for n in number], "S16")
     monkeypatch.setattr(duplicates, "AT_A_TIME", 7)
-    monkeypatch.setattr("pipeline.snapshots.join.ROWS", 50)
+    monkeypatch.setattr("pipeline.snapshots.frames.ROWS", 50)
     groups = Duplicates("near", joined, frame)
     _, _ = selection.deduplicated(joined, frame, [], selection.Earlier(Scratch()), keys, listed=groups)
     files = Cache(tmp_path / "cache", create=True).files

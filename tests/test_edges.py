@@ -19,7 +19,7 @@ from pipeline.cache.cache import Cache, Unit, WorkPlan
 from pipeline.cache.keys import as_keys
 from pipeline.cache.scan_table import SCAN
 from pipeline.cache.scratch import Scratch
-from pipeline.cache.snapshot import BucketPart
+from pipeline.cache.snapshot_head import BucketPart
 from pipeline.config import DataConfig, EncodeConfig
 from pipeline.encoding import plan as planning
 from pipeline.encoding import scan as scanning
@@ -31,7 +31,8 @@ from pipeline.images import buckets
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import join, selection
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import ENCODE, Frame, Joined, Resolution, usable, without_policy
+from pipeline.snapshots.frames import Frame, FrameColumns
+from pipeline.snapshots.join import ENCODE, Joined, Resolution, usable, without_policy
 from pipeline.sources import caption_columns, sidecars, tars
 from pipeline.sources.caption_columns import MAX_COLUMNS, CaptionCandidate, CaptionRule
 from pipeline.sources.folder import FolderSource
@@ -526,7 +527,7 @@ def test_the_first_half_of_a_digest_decides_what_is_held_out() -> None:
 
 
 def test_frames_are_joined_whose_names_are_parts_of_other_columns(tmp_path: Path) -> None:
-    columns = join.FrameColumns(Scratch(), ["latent"])
+    columns = FrameColumns(Scratch(), ["latent"])
     names = pa.array(["first", "", "bird", "c", "ü"], pa.large_string())
     for part in (names.slice(1, 3), names.slice(0, 0), names.slice(3), names):
         columns.add(dataclasses.replace(frame_of(np.zeros(len(part), int), [""] * len(part)), item=part))

@@ -554,10 +554,10 @@ REFUSED = """
 import sys
 from pathlib import Path
 from pipeline.errors import UserError, not_permitted
-from pipeline.models import hub, sana_config, sana_files
+from pipeline.models import hub, sana_files, sana_shape
 root = Path(sys.argv[1])
 for read, name in (
-    (hub.read_json, "file.json"), (sana_config.read_config, ""), (hub.open_tensors, "file.safetensors"),
+    (hub.read_json, "file.json"), (sana_shape.read_config, ""), (hub.open_tensors, "file.safetensors"),
     (sana_files.WeightFiles, "file.pth"), (hub.open_tensors, "closed/inside.safetensors"),
 ):
     try:

@@ -18,7 +18,7 @@ from pipeline.reporting.export_readme import copy_pictures, readme
 from pipeline.reporting.run_pictures import DECODED
 from pipeline.signals.latent import LatentRecipe
 from pipeline.training.checkpoint import Document
-from stages.export import first_drawing
+from stages.export import described, first_drawing
 from tests.support.drawings import draw, paint
 from tests.support.hub_layouts import SMALL
 
@@ -30,8 +30,7 @@ def written(run: Path, folder: Path, step: int, *overrides: str) -> str:
     folder.mkdir()
     return readme(
         "adapter",
-        config,
-        replace(SMALL, sample_size=8),
+        described(config, replace(SMALL, sample_size=8)),
         form="diffusers",
         adapter=LoRA(2, 2.0, ["transformer_blocks.0.attn1.to_q"]),
         base="`owner/base`",

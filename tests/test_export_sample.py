@@ -43,6 +43,7 @@ from pipeline.training import checkpoint as checkpoints
 from stages import bucket, encode, export, sample, train
 from stages import run as chain
 from tests.support.checkpoints import load_model_state
+from tests.support.drawings import draw_for
 from tests.support.messages import naming
 from tests.support.tiny_sana import load_transformer
 
@@ -124,10 +125,10 @@ def test_a_finished_run_says_what_has_changed_since_and_keeps_its_trigger_word(
         train.run(config, resume="auto")
     with pytest.raises(UserError, match=both):
         chain.check_unchanged(config)
-    cache, document = Cache.of(config), checkpoints.read_document(trained.checkpoint)
-    assert changes.since(config, cache, document, document.state.snapshot) == []
+    document = checkpoints.read_document(trained.checkpoint)
+    assert changes.of_weights(config.model.weights, document) == []
     other = changed(config, tmp_path, "model.arch=null", "model.weights={id: other}", "vae.id=gone")
-    assert "model.weights.id" in "".join(changes.since(other, cache, document, document.state.snapshot))
+    assert "model.weights.id" in "".join(changes.of_weights(other.model.weights, document))
 
     export.run(config, "auto", tmp_path / "export")
     assert "zwx" not in (tmp_path / "export/README.md").read_text()
@@ -152,7 +153,7 @@ def test_diffusers_loads_the_export_and_the_readmes_call_runs(trained: Trained, 
     document = checkpoints.read_document(trained.checkpoint)
     _, weights = load_model_state(trained.checkpoint)
     opened = Cache(trained.config.cache).open_snapshot()
-    (one,) = draw_latents.draw_for(trained.config, document.architecture, weights, opened, [len(opened) - 1], CPU)
+    (one,) = draw_for(trained.config, document.architecture, weights, opened, [len(opened) - 1])
     assert one.bucket == (64, 64)
     noise = noise_of(one.sample_id, tuple(one.latent.shape), trained.config.sample.seed)
 
@@ -208,11 +209,11 @@ def test_the_ema_weights_are_exported_and_drawn_with_when_asked_for(
 
     drawn: list[dict[str, torch.Tensor]] = []
 
-    def draw_for(config: Config, architecture: Any, weights: dict[str, torch.Tensor], *rest: Any) -> Any:
+    def open_model(train: Any, architecture: Any, weights: dict[str, torch.Tensor], *rest: Any) -> Any:
         drawn.append(weights)
         raise UserError("enough")
 
-    monkeypatch.setattr(draw_latents, "draw_for", draw_for)
+    monkeypatch.setattr(draw_latents, "open_model", open_model)
     with pytest.raises(SystemExit):
         cli.main(["sample", *given, str(tmp_path / "samples")])
     assert all(torch.equal(drawn[0][name], value) for name, value in averages.items())
@@ -240,9 +241,11 @@ def test_readme_says_where_the_pipeline_cannot_draw_as_sample_does(trained: Trai
     told = {}
     for guidance in (0.5, 1.0, 4.5):
         config = changed(trained.config, tmp_path, f"sample.guidance={guidance}")
-        told[guidance] = "guides only above 1" in readme("diffusers", config, document.architecture, 8, **facts)
+        told[guidance] = "guides only above 1" in readme(
+            "diffusers", export.described(config, document.architecture), 8, **facts
+        )
     assert told == {0.5: True, 1.0: False, 4.5: False}
-    assert "diffusers 0.33" in readme("diffusers", trained.config, document.architecture, 8, **facts)
+    assert "diffusers 0.33" in readme("diffusers", export.described(trained.config, document.architecture), 8, **facts)
 
 
 def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, tmp_path: Path) -> None:
@@ -253,22 +256,26 @@ def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, t
     assert json.loads(ast.literal_eval(quoted)) == ["Draw this: "]
 
     document = checkpoints.read_document(trained.checkpoint)
+
+    def arguments(config: Config, *sizes: int) -> dict[str, str]:
+        return call_arguments(export.described(config, document.architecture), *sizes)
+
     big = load("sana_1600m_1024")
-    plain = call_arguments(big, 32, 32)
+    plain = arguments(big, 32, 32)
     assert set(plain) == {"height", "width", "num_inference_steps", "guidance_scale"}
     assert plain["height"] == "1024"
     # 1024 px of an f8 VAE has the sample_size of Sana's 4096 px bins: they would be the wrong shapes
-    assert call_arguments(big, 128, 8)["use_resolution_binning"] == "False"
+    assert arguments(big, 128, 8)["use_resolution_binning"] == "False"
     square = changed(big, tmp_path, "data.buckets=[[1024, 1024]]")
-    assert call_arguments(square, 32, 32)["use_resolution_binning"] == "False", "other shapes than Sana's"
+    assert arguments(square, 32, 32)["use_resolution_binning"] == "False", "other shapes than Sana's"
     raw = changed(big, tmp_path, "text.recipe=nvlabs", "text.max_length=200")
-    assert call_arguments(raw, 32, 32)["max_sequence_length"] == "200"
+    assert arguments(raw, 32, 32)["max_sequence_length"] == "200"
     shape = document.architecture.with_sample_size(32)
-    printed = readme("diffusers", raw, shape, 32, state=document.state, **FACTS)
+    printed = readme("diffusers", export.described(raw, shape), 32, state=document.state, **FACTS)
     assert "lowers and strips" in printed
     assert 'an \\\\\\"Enhanced prompt\\\\\\"' in printed
     none = changed(big, tmp_path, "text.instruction=''")
-    assert call_arguments(none, document.architecture.sample_size, 32)["complex_human_instruction"] == "None"
+    assert arguments(none, document.architecture.sample_size, 32)["complex_human_instruction"] == "None"
 
 
 def test_a_variant_and_its_shards_lose_the_name(trained: Trained, tmp_path: Path) -> None:
@@ -550,9 +557,7 @@ def test_a_picture_depends_on_its_sample_and_the_seed_alone(trained: Trained, tm
 
     def drawn(rows: list[int], config: Config = trained.config) -> dict[int, torch.Tensor]:
         _, weights = load_model_state(trained.checkpoint)
-        return {
-            d.row: d.latent for d in draw_latents.draw_for(config, document.architecture, weights, opened, rows, CPU)
-        }
+        return {d.row: d.latent for d in draw_for(config, document.architecture, weights, opened, rows)}
 
     every, alone = drawn(list(range(len(opened)))), drawn([4])
     torch.testing.assert_close(every[4], alone[4], rtol=1e-4, atol=1e-4)
@@ -580,22 +585,16 @@ def test_the_base_is_drawn_beside_the_trained_weights_one_model_at_a_time(
     monkeypatch.setattr(sample, "decode_in_subprocess", lambda *_: pytest.fail("decoded"))
     seen: list[dict[str, torch.Tensor]] = []
     models: list[weakref.ref[Any]] = []
-    real = draw_latents.draw_for
+    real = draw_latents.open_model
 
-    def draw_for(config: Config, architecture: Any, weights: dict[str, torch.Tensor], *rest: Any) -> Any:
+    def open_model(train: Any, architecture: Any, weights: dict[str, torch.Tensor], *rest: Any) -> Any:
         assert all(model() is None for model in models), "two models are in memory"
-        load = architecture.loaded
-
-        class Watched:
-            def loaded(self, *arguments: Any) -> Any:
-                model = load(*arguments)
-                models.append(weakref.ref(model))
-                return model
-
         seen.append({name: value.clone() for name, value in weights.items()})
-        return real(config, Watched(), weights, *rest)  # type: ignore[arg-type]
+        model = real(train, architecture, weights, *rest)
+        models.append(weakref.ref(model))
+        return model
 
-    monkeypatch.setattr(draw_latents, "draw_for", draw_for)
+    monkeypatch.setattr(draw_latents, "open_model", open_model)
     published: list[dict[str, Any]] = []
     monkeypatch.setattr(sample, "publish", lambda config, latents, *rest: published.append(latents) or tmp_path)
     sample.run(trained.config, "auto", None, tmp_path / "samples", 3)

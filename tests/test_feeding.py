@@ -32,7 +32,7 @@ from tests.support.workers import tiny_run
 def fitted(run: Path, touch: Any = None, resume: str | None = None, **train: Any) -> list[str]:
     printed: list[str] = []
     settings = tiny_run.config(run, **{"steps": 6, **train})
-    fit(settings, tiny_run.task(settings, touch=touch), Launch(), resume=resume, log=printed.append)
+    fit(settings.train, tiny_run.task(settings, touch=touch), Launch(), resume=resume, log=printed.append)
     return printed
 
 
@@ -92,7 +92,7 @@ def test_a_run_whose_launcher_is_gone_saves_and_ends(tmp_path: Path, monkeypatch
         parent[0] = 4711
         settings = tiny_run.config(tmp_path / kind, steps=6)
         printed: list[str] = []
-        report = fit(settings, tiny_run.task(settings, touch=killed), Launch(kind=kind), log=printed.append)  # type: ignore[arg-type]
+        report = fit(settings.train, tiny_run.task(settings, touch=killed), Launch(kind=kind), log=printed.append)  # type: ignore[arg-type]
         assert report.step == end
         assert checkpoint.newest(tmp_path / kind / "checkpoints") is not None
         assert any("stopped by the end of the launcher" in line for line in printed) == (kind == "torchrun")
@@ -151,7 +151,7 @@ def counted(bad: list[int], batch: int, rate: float, monkeypatch: pytest.MonkeyP
     printed: list[str] = []
     monkeypatch.setattr(feeding, "MOST", rate)
     monkeypatch.setattr(feeding.dist, "get_world_size", lambda: 1)
-    feed = feeding.Feed(iter(()), lambda: 0, tiny_run.config(), printed.append)
+    feed = feeding.Feed(iter(()), lambda: 0, Path("unused"), 1.0, printed.append)
     total, warned = 0, 0
     for step, new in enumerate(bad, start=1):
         total += new
@@ -177,7 +177,7 @@ def test_the_ceiling_looks_at_the_last_samples(monkeypatch: pytest.MonkeyPatch) 
 def test_the_share_is_that_of_the_window_and_the_limit_itself_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeding.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(feeding, "MOST", 0.1)
-    feed = feeding.Feed(iter(()), lambda: 0, tiny_run.config(), print)
+    feed = feeding.Feed(iter(()), lambda: 0, Path("unused"), 1.0, print)
     assert feed.within_limit(feeding.WINDOW // 2, feeding.WINDOW // 20) and feed.share == 0.1
     feed.raise_failure()
     assert all(feed.within_limit(feeding.WINDOW // 2, feeding.WINDOW // 20) for _ in range(2)) and feed.share == 0
@@ -190,8 +190,7 @@ def test_a_process_is_waited_for_as_long_as_it_may_wait_for_its_data(monkeypatch
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(feeding.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(feeding.dist, "new_group", lambda **options: made.append(options))
-    config = tiny_run.config().model_copy(update={"patience_s": 40.0})
-    feeding.Feed(iter(()), lambda: 0, config, print)
+    feeding.Feed(iter(()), lambda: 0, Path("unused"), 40.0, print)
     assert made == [{"backend": "gloo", "timeout": timedelta(seconds=380)}]
 
 
@@ -201,7 +200,7 @@ def test_processes_wait_for_each_other_by_the_patience_of_the_configuration(
     asked: list[float] = []
     monkeypatch.setattr(mesh, "wait", lambda patience_s: asked.append(patience_s) or timedelta(seconds=60))
     config = tiny_run.config(tmp_path / "run", steps=1, layers=1).model_copy(update={"patience_s": 40.0})
-    fit(config, tiny_run.task(config), Launch(), log=lambda line: None)
+    fit(config.train, tiny_run.task(config), Launch(), log=lambda line: None)
     assert asked == [40.0]
 
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("foreign") / "run"
     settings = tiny_run.config(run, steps=1)
-    fit(settings, tiny_run.task(settings), Launch(), log=lambda line: None)
+    fit(settings.train, tiny_run.task(settings), Launch(), log=lambda line: None)
     return run
 
 
@@ -143,7 +143,7 @@ def test_metadata_that_is_more_than_a_list_of_tensors_is_refused(
         load_model_state(folder)
     settings = tiny_run.config(tmp_path / "run", steps=2)
     with pytest.raises(checkpoint.CheckpointError, match=r"\.metadata"):
-        fit(settings, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: None)
+        fit(settings.train, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: None)
     assert not mark.exists()
 
 

@@ -45,7 +45,6 @@ from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.signals import Encoders
 from pipeline.signals.control import ControlRecipe
 from pipeline.signals.mask import MaskRecipe
-from pipeline.training.inputs import find_inputs
 from tests.support.constants import constants, unit_sizes
 from tests.support.loading import loader_settings
 from tests.support.messages import naming
@@ -167,14 +166,14 @@ def configured(make_config: MakeConfig, folder: Path, *options: str) -> Config:
 
 
 def keys(config: Config, kind: str) -> set[bytes]:
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     [recipe] = cache.recipes(kind)
     return {bytes(key) for key in cache.index(recipe.name).keys}
 
 
 def values(config: Config, kind: str) -> dict[str, np.ndarray]:
     """The records of a snapshot by the picture's name, uint16."""
-    snapshot, result = Cache.of(config).open_snapshot(), {}
+    snapshot, result = Cache(config.cache).open_snapshot(), {}
     reader = snapshot.reader(kind)
     for row in range(len(snapshot)):
         sample = snapshot.sample(row)
@@ -194,14 +193,14 @@ def test_every_layout_gives_the_same_records(
         config = configured(make_config, tmp_path / one, *options)
         done = stages.encode.run(config, data)
         assert done["items"] == done["images"] == done["controls"] == done["masks"] == len(SIDES)
-        assert done["rejects"] == done["left"] == 0 and not list(audit.verify(Cache.of(config)))
+        assert done["rejects"] == done["left"] == 0 and not list(audit.verify(Cache(config.cache)))
         for kind in ("latent", "control", "mask"):
             assert wanted.setdefault(f"{kind}", keys(config, kind)) == keys(config, kind)
         assert stages.encode.dry_run(config, data, probe=False) == 0
         again = stages.encode.run(config, data)
         assert again["images"] == again["controls"] == again["masks"] == 0 and again["reused"]["masks"] == len(SIDES)
         stages.bucket.run(config)
-        assert sorted(Cache.of(config).open_snapshot().pictures) == ["control", "latent", "mask"]
+        assert sorted(Cache(config.cache).open_snapshot().pictures) == ["control", "latent", "mask"]
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +233,7 @@ def test_records_are_of_the_pixels_at_the_buckets_of_the_pictures(
     samples: Samples, made: Path, make_config: MakeConfig
 ) -> None:
     config = configured(make_config, made, *SUFFIXES)
-    snapshot, vae = Cache.of(config).open_snapshot(), LatentEncoder.load(config.vae, torch.device("cpu"))
+    snapshot, vae = Cache(config.cache).open_snapshot(), LatentEncoder.load(config.vae, torch.device("cpu"))
     sizes = {}
     for row in range(len(snapshot)):
         bucket = snapshot.buckets[snapshot.sample(row).bucket]
@@ -260,7 +259,7 @@ def test_a_loader_reads_what_is_asked_for(made: Path, make_config: MakeConfig, m
 
     monkeypatch.setattr(ShardReader, "read_batch", read_batch)
     config = configured(make_config, made)
-    snapshot = Cache.of(config).open_snapshot()
+    snapshot = Cache(config.cache).open_snapshot()
     plain = [batch for step, _ in Loader(snapshot, loader_settings(stop_step=4)) for batch in step]
     assert {recipe.split("-")[0] for recipe in read} == {"latent", "text"} and not plain[0].pictures
     asking = Loader(snapshot, loader_settings(stop_step=4, pictures=("control", "mask")))
@@ -352,18 +351,18 @@ def test_a_sample_may_lack_a_picture_that_is_not_required(
     assert capsys.readouterr().out.count("1 samples have no control picture") == 1, "also with nothing to do"
     stages.bucket.run(config)
     assert (from_bits(values(config, "mask")["00.png"]) == 1).all()
-    figures = further_figures(Cache.of(config).open_snapshot())
+    figures = further_figures(Cache(config.cache).open_snapshot())
     assert figures is not None and {each["kind"]: each["blank"] for each in figures["kinds"]} == {
         "control": 1,
         "mask": 2,
     }
-    photos = SourcePictures(config.data, Cache.of(config))
-    [source] = Cache.of(config).sources()
-    recipe = Cache.of(config).open_snapshot().recipe(MaskRecipe)
+    photos = SourcePictures(config.data, Cache(config.cache))
+    [source] = Cache(config.cache).sources()
+    recipe = Cache(config.cache).open_snapshot().recipe(MaskRecipe)
     white, black = (photos.further(source, "00.png", each, (64, 64)) for each in (recipe, ControlRecipe()))
     assert white is not None and black is not None
     assert white.getextrema() == ((255, 255),) * 3 and black.getextrema() == ((0, 0),) * 3
-    vae, snapshot = LatentEncoder.load(config.vae, torch.device("cpu")), Cache.of(config).open_snapshot()
+    vae, snapshot = LatentEncoder.load(config.vae, torch.device("cpu")), Cache(config.cache).open_snapshot()
     control = values(config, "control")["00.png"]
     black = np.zeros((1, *(side * snapshot.recipe(ControlRecipe).compression for side in control.shape[1:]), 3))
     assert from_bits(control).float().allclose(from_bits(vae.encode(black.astype(np.uint8))[0]).float(), atol=0.02)
@@ -373,7 +372,7 @@ def test_a_sample_may_lack_a_picture_that_is_not_required(
         content = bytearray(path.read_bytes())
         content[1024:1600] = bytes(b ^ 1 for b in content[1024:1600])
         path.write_bytes(content)
-    assert list(audit.verify(Cache.of(config))) and stages.verify.run(config, repair=True) == 0
+    assert list(audit.verify(Cache(config.cache))) and stages.verify.run(config, repair=True) == 0
     assert files(Path(config.cache)) == before
 
 
@@ -385,7 +384,7 @@ def test_a_wrong_bit_is_found_and_never_trained_on(
     config = configured(make_config, copied, *SUFFIXES)
     if packed:
         stages.pack.run(config)
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     snapshot = cache.open_snapshot(next(name for name in cache.snapshot_names() if packed == name.endswith(".packed")))
     truth, before = values(config, kind), files(cache.root)
     for row in range(len(snapshot)):
@@ -540,7 +539,7 @@ def test_controls_of_the_edges(samples: Samples, make_config: MakeConfig, tmp_pa
     config = configured(make_config, tmp_path, "data.pictures.control.made=canny")
     assert stages.encode.run(config, data)["controls"] == len(SIDES)
     stages.bucket.run(config)
-    snapshot, vae = Cache.of(config).open_snapshot(), LatentEncoder.load(config.vae, torch.device("cpu"))
+    snapshot, vae = Cache(config.cache).open_snapshot(), LatentEncoder.load(config.vae, torch.device("cpu"))
     recipe, stored = snapshot.recipe(ControlRecipe), values(config, "control")
     for name, picture, *_ in samples:
         record = stored[f"{name}.png"]
@@ -583,8 +582,8 @@ def test_further_pictures_that_a_training_does_not_use_are_noted(
 ) -> None:
     for options, unused in (([], {"mask", "control"}), (["train.mask={}"], {"control"})):
         config, lines = configured(make_config, made, *options), list[str]()
-        cache = Cache.of(config)
-        find_inputs(config, cache, cache.open_snapshot(), None, lines.append)
+        cache = Cache(config.cache)
+        stages.train.open_inputs(config, cache, cache.open_snapshot(), None, lines.append)
         assert {kind for kind in ("mask", "control") if any(f"has {kind} records" in line for line in lines)} == unused
         capsys.readouterr()
         stages.plan.run(config, stages.plan.Options(gpu="4090", snapshot="latest"))
@@ -623,7 +622,7 @@ def test_the_report_counts_and_shows_further_pictures(
     stages.encode.run(config, data)
     stages.bucket.run(config)
     assert f"{len(SIDES)} samples with control, mask, " in capsys.readouterr().out
-    snapshot = Cache.of(config).open_snapshot()
+    snapshot = Cache(config.cache).open_snapshot()
     figures = further_figures(snapshot)
     assert figures is not None
     count = {"samples": len(SIDES), "blank": 0, "made": ""}
@@ -636,7 +635,7 @@ def test_the_report_counts_and_shows_further_pictures(
     assert [shown.count(name) for name in ("picture", "control", "mask")] == [len(SIDES)] * 3
     stages.report.run(config, tmp_path / "page.html", pictures=False)
     assert not alts(tmp_path / "page.html") and "Further pictures" in (tmp_path / "page.html").read_text()
-    row, photos = snapshot.source_item(0), SourcePictures(config.data, Cache.of(config))
+    row, photos = snapshot.source_item(0), SourcePictures(config.data, Cache(config.cache))
     recipe, bucket = snapshot.recipe(ControlRecipe), snapshot.buckets[0]
     control = photos.further(*row, recipe, (bucket.height, bucket.width))
     expected = samples.controls[samples.names.index(Path(row[1]).stem)]
@@ -644,7 +643,7 @@ def test_the_report_counts_and_shows_further_pictures(
 
     for path in Path(config.cache).glob("shards/mask-*/*/*.tar"):
         path.unlink()
-    damaged = further_figures(Cache.of(config).open_snapshot())
+    damaged = further_figures(Cache(config.cache).open_snapshot())
     assert damaged is not None and damaged["learned"] is None and damaged["kinds"] == figures["kinds"]
 
 

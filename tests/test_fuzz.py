@@ -22,7 +22,7 @@ from pipeline.cache.cache import Cache
 from pipeline.cache.files import Files
 from pipeline.config import load
 from pipeline.errors import ConfigError, IntegrityError, UserError
-from pipeline.models.sana_config import read_config
+from pipeline.models.sana_shape import read_config
 from pipeline.sources import filesystem
 from pipeline.sources.folder import FolderSource
 from pipeline.training.checkpoint import CheckpointError, read_document

@@ -53,8 +53,9 @@ from pipeline.cache.lost import repair_documents
 from pipeline.cache.status import status
 from pipeline.config import Config, load
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, ResourceError, UserError
+from pipeline.loader.inputs import Inputs
 from pipeline.signals.latent import LatentRecipe
-from pipeline.training import inputs
+from pipeline.snapshots import opening
 from tests.support import tiny_cache
 from tests.support.damage import flip
 from tests.support.messages import naming
@@ -723,11 +724,11 @@ def test_bucket_refuses_a_name_that_points_elsewhere(
     other = make_config(small_cache_copy.parent, "bucket.batch=6")
     with pytest.raises(UserError):
         stages.bucket.run(other, name="r1")
-    assert Cache.of(config).snapshot_of("r1") == Cache.of(config).snapshot_of("latest") == first
+    assert Cache(config.cache).snapshot_of("r1") == Cache(config.cache).snapshot_of("latest") == first
     second = stages.bucket.run(other, name="r1", move=True)
-    assert Cache.of(config).snapshot_of("r1") == second != first
+    assert Cache(config.cache).snapshot_of("r1") == second != first
     assert stages.snapshots.name(config, first[:10], "old") == 0
-    assert Cache.of(config).snapshot_of("old") == first
+    assert Cache(config.cache).snapshot_of("old") == first
     with pytest.raises(UserError):
         stages.snapshots.name(config, first, "r1")
     assert stages.snapshots.name(config, second, "latest") == 0, "it points there already"
@@ -761,7 +762,7 @@ def test_a_forgotten_source_is_in_no_new_snapshot(
     make_config: MakeConfig, photos: Path, small_cache_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(small_cache_copy.parent)
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     before = stages.bucket.run(config, name="with")
     assert stages.forget.run(config, source="photos") == 0
     assert list(garbage.unneeded(cache, 0)) and "sana-pipe gc lists" in capsys.readouterr().out
@@ -893,8 +894,9 @@ def test_everything_that_a_run_reads_is_kept(cache: Cache, monkeypatch: pytest.M
     head, kept = cache.open_snapshot().head, list[str]()
     ids = [cache.add_snapshot(replace(head, left_out={"a reason": number}), None) for number in range(3)]
     monkeypatch.setattr(Cache, "keep", lambda _, snapshot: kept.append(snapshot))
-    monkeypatch.setattr(inputs.heldout, "check_disjoint", lambda *_: None)
-    inputs.Inputs(*map(cache.open_snapshot, ids)).keep(cache)
+    monkeypatch.setattr(opening.heldout, "check_disjoint", lambda *_: None)
+    trained, *heldout = map(cache.open_snapshot, ids)
+    opening.keep(cache, Inputs(trained, 64, *heldout))
     assert kept == ids
 
 
@@ -913,7 +915,7 @@ def test_a_refused_start_names_nothing(
     small_cache_copy: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, started: None
 ) -> None:
     config = make_config(small_cache_copy.parent)
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     checkpoint = Path(config.train.output) / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
     with pytest.raises(UserError, match=naming(config.train.output, "--resume auto")):
@@ -936,7 +938,7 @@ def test_encode_makes_records_again_whose_shard_is_gone(
     damage: str, small_cache_copy: Path, make_config: MakeConfig, photos: Path
 ) -> None:
     config = make_config(small_cache_copy.parent)
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     lost = {}
     for kind in ("latent", "text"):
         path = max(small_cache_copy.glob(f"shards/{kind}-*/*/*.tar"), key=lambda p: p.stat().st_size)

@@ -172,9 +172,9 @@ def test_each_sample_has_the_right_record_or_a_reason(
         )
     before, again = files(Path(config.cache)), stages.encode.run(config, str(data))
     assert again[f"{kind}s"] == again["images"] == 0 and again["rejects"] == len(refused)
-    assert not list(audit.verify(Cache.of(config))) and files(Path(config.cache)).keys() >= before.keys()
+    assert not list(audit.verify(Cache(config.cache))) and files(Path(config.cache)).keys() >= before.keys()
     stages.bucket.run(config)
-    snapshot, vae = Cache.of(config).open_snapshot(), LatentEncoder.load(config.vae, torch.device("cpu"))
+    snapshot, vae = Cache(config.cache).open_snapshot(), LatentEncoder.load(config.vae, torch.device("cpu"))
     assert len(snapshot) == COUNT - len(refused)
     recipe, reader = snapshot.pictures[kind], snapshot.reader(kind)
     side = snapshot.recipe(LatentRecipe).compression

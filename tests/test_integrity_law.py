@@ -24,7 +24,8 @@ from pipeline.cache.cache import Cache
 from pipeline.cache.files import Files
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.shard import ShardReader
-from pipeline.cache.snapshot import NAMES, Snapshot
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_samples import NAMES
 from pipeline.errors import CacheError
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe

@@ -12,7 +12,6 @@ import pytest
 
 import stages.bucket
 from pipeline.cache import arrow, keys, layout, scratch, shard
-from pipeline.cache import snapshot as snapshots
 from pipeline.cache.cache import Cache
 from pipeline.cache.scan_table import SCAN
 from pipeline.config import EncodeConfig
@@ -21,7 +20,7 @@ from pipeline.encoding import scan as scanning
 from pipeline.encoding import scan_rows
 from pipeline.errors import CacheError
 from pipeline.signals.text import TextRecipe
-from pipeline.snapshots import join
+from pipeline.snapshots import assemble, frames, join
 from pipeline.sources.detect import open_source
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.synthetic import LATENT, TABLE, add, config, pictures
@@ -181,7 +180,7 @@ def test_snapshots_are_the_same_however_their_tables_are_cut(tmp_path: Path, mon
     whole = stages.bucket.run(of)
     assert len(Cache(of.cache).open_snapshot(whole)) == 45
     monkeypatch.setattr(arrow, "ROWS", 7)
-    monkeypatch.setattr(join, "ROWS", 7)
+    monkeypatch.setattr(frames, "ROWS", 7)
     monkeypatch.setattr(keys, "BATCH", 3)
     monkeypatch.setattr(scratch, "LIMIT", 100)
     monkeypatch.setattr(scratch, "RUN", 5)
@@ -191,8 +190,7 @@ def test_snapshots_are_the_same_however_their_tables_are_cut(tmp_path: Path, mon
     assert stages.bucket.run(of) == whole
     assert len(files) > 10
 
-    for module in (join, snapshots):
-        monkeypatch.setattr(module, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(assemble, "CHUNK_ROWS", 7)
     parts, all_rows = Cache(of.cache).open_snapshot(stages.bucket.run(of)), Cache(of.cache).open_snapshot(whole)
     assert [chunk.rows for chunk in parts.head.chunks] == [7] * 6 + [3]
     found, expected = (pa.concat_tables(snapshot.tables()).column("sample_id") for snapshot in (parts, all_rows))
@@ -218,7 +216,7 @@ def test_names_of_items_are_joined_as_large_strings() -> None:
 def test_a_cache_without_its_null_record_makes_no_snapshot() -> None:
     index = type("Index", (), {"rejects": (), "find": lambda self, keys: np.full(len(keys), -1)})()
     with pytest.raises(CacheError, match="null record"):
-        join.row_of_null(join.EncodedRecords([LATENT, TEXT], {"latent": index, "text": index}))
+        assemble.row_of_null(join.EncodedRecords([LATENT, TEXT], {"latent": index, "text": index}))
 
 
 def test_a_part_is_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,12 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.options": "",
         "pipeline.yaml_text": "errors",
         "pipeline.config": "errors options urls yaml_text",
-        "pipeline.launch": "config errors",
+        "pipeline.launch": "errors",
         "pipeline.gpus": "errors",
         "pipeline.processes": "errors urls",
         "pipeline.counters": "",
-        "pipeline.outputs": "config errors options cache",
+        "pipeline.locations": "config cache",
+        "pipeline.outputs": "config errors options cache locations",
         "pipeline.retrying": "errors counters",
         "pipeline.cache": "config errors urls counters retrying",
         "pipeline.metrics": "errors options counters processes cache",
@@ -39,21 +40,21 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.models": "config errors kernels layer_classes",
         "pipeline.kernels": "",
         "pipeline.demo": "errors models",
-        "pipeline.snapshots": "config errors cache signals sources images loader",
+        "pipeline.snapshots": "config errors options cache signals sources images loader",
         "pipeline.loader": "errors amounts cache signals sources",
         "pipeline.work": "config errors amounts terminal counters processes retrying launch cache metrics",
         "pipeline.parallel": "config errors launch kernels layer_classes",
         "pipeline.encoding": "config errors options amounts launch cache signals sources images models work",
-        "pipeline.training": "config errors options gpus amounts terminal counters processes retrying launch cache"
-        " metrics signals sources models kernels snapshots loader parallel",
+        "pipeline.training": "config errors options yaml_text gpus amounts terminal counters processes retrying launch"
+        " cache.disk cache.process_identity cache.layout cache.snapshot_head metrics models kernels loader parallel",
         "pipeline.planning": "config errors options yaml_text gpus amounts launch cache signals images models kernels"
         " loader parallel training",
         "pipeline.reporting": "config errors options yaml_text amounts processes cache signals sources images models"
         " snapshots loader encoding training",
         "pipeline.cli": "config errors options launch processes sources.formats stages",
-        "stages": "config errors options outputs yaml_text gpus amounts urls launch processes retrying cache metrics"
-        " signals"
-        " sources images models snapshots loader work parallel encoding training planning reporting demo",
+        "stages": "config errors options locations outputs yaml_text gpus amounts urls launch processes retrying cache"
+        " metrics signals sources images models snapshots loader work parallel encoding training planning reporting"
+        " demo",
     }.items()
 }
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may import it
@@ -142,6 +143,40 @@ def test_no_test_imports_another_test() -> None:
     assert borrowed == []
 
 
+def circular(root: Path) -> list[str]:
+    """Modules that import themselves through others, also inside functions and for types alone."""
+    modules = {here for here, _ in _imported(root)}
+    left: dict[str, set[str]] = {here: set() for here in modules}
+    for here, target in _imported(root):
+        while target not in modules and target:
+            target = target.rpartition(".")[0]
+        left[here] |= {target} - {here, ""}
+    while ends := {here for here, targets in left.items() if not targets}:
+        left = {here: targets - ends for here, targets in left.items() if here not in ends}
+    used = set[str]().union(*left.values())
+    while tops := left.keys() - used:
+        left = {here: targets for here, targets in left.items() if here not in tops}
+        used = set[str]().union(*left.values())
+    return sorted(left)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert [module for module in circular(ROOT) if not _within(module, "pipeline.models")] == []
+
+
+def test_a_planted_circle_is_named(tmp_path: Path) -> None:
+    """Also one for types, below a module that is in no circle, and above another."""
+    (tmp_path / "pipeline").mkdir()
+    for name, line in {
+        "top": "from pipeline.one import x",
+        "one": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pipeline.two import x",
+        "two": "def f():\n    from pipeline import one, end",
+        "end": "",
+    }.items():
+        (tmp_path / f"pipeline/{name}.py").write_text(line + "\n")
+    assert circular(tmp_path) == ["pipeline.one", "pipeline.two"]
+
+
 PRIVATE_USES = 26
 """Places where tests name what a module keeps to itself. May go down, never up: make the name public, or test the
 behaviour."""
@@ -220,6 +255,33 @@ def unused(root: Path) -> list[str]:
 def test_every_row_and_permission_is_used() -> None:
     assert unused(ROOT) == []
     assert list(_environment(ROOT / "pipeline/launch.py")), ENVIRONMENT_HOME
+
+
+def circles(imported: dict[str, set[str]]) -> list[str]:
+    """The modules that import themselves by way of others."""
+
+    def reached(here: str) -> set[str]:
+        found, rest = set[str](), [here]
+        while rest:
+            new = imported.get(rest.pop(), set()) - found
+            found |= new
+            rest += new
+        return found
+
+    return sorted(here for here in imported if here in reached(here))
+
+
+def test_no_module_of_training_imports_itself_by_way_of_others() -> None:
+    """Not inside a function either."""
+    rooms = tuple(f"pipeline.{room}" for room in ("models", "kernels", "parallel", "loader", "training"))
+    modules: dict[str, set[str]] = {here: set() for here, _ in _imported(ROOT)}
+    for here, target in _imported(ROOT):
+        module = target if target in modules else target.rpartition(".")[0]
+        if module in modules and not _within(here, module):  # a package's __init__ comes before all that is in it
+            modules[here].add(module)
+    assert len([here for here in modules if here.startswith(rooms)]) > 60, "the rooms were not found"
+    assert [here for here in circles(modules) if here.startswith(rooms)] == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
 
 
 @pytest.mark.parametrize(

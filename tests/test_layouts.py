@@ -243,7 +243,7 @@ def test_regularisation_pictures_get_the_prefix_only_by_set(
 
     def captions(name: str, config: Config) -> list[str]:
         stages.encode.run(config, str(tmp_path / name))
-        cache = Cache.of(config)
+        cache = Cache(config.cache)
         scan = cache.last_scan(name)
         assert scan is not None
         [[caption]] = cache.table(scan["table"]).column("captions").to_pylist()

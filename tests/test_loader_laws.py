@@ -133,7 +133,7 @@ def test_draws_are_those_of_a_generator_of_their_own() -> None:
 
 
 def test_columns_across_chunks_are_what_the_samples_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.cache.snapshot.CHUNK_ROWS", 7)
+    monkeypatch.setattr("pipeline.cache.snapshot_samples.CHUNK_ROWS", 7)
     opened = tiny_cache.build(tmp_path / "cache").open_snapshot()
     assert len(opened.head.chunks) > 3
     rng = np.random.default_rng(0)
@@ -706,7 +706,7 @@ def test_a_process_with_few_descriptors_reads_many_shards(
 
 
 def test_chunks_take_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "CHUNK_ROWS", 4)
+    monkeypatch.setattr("pipeline.cache.snapshot_samples.CHUNK_ROWS", 4)
     opened = tiny_cache.build(tmp_path / "cache").open_snapshot()
     opened.sample(0)
     before = os.listdir("/dev/fd")

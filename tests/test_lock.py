@@ -43,7 +43,7 @@ def train(
     **options: Any,
 ) -> Report:
     settings = tiny_run.config(run, steps=steps, **options)
-    return fit(settings, tiny_run.task(settings, touch=touch), Launch(), resume=resume, log=log)
+    return fit(settings.train, tiny_run.task(settings, touch=touch), Launch(), resume=resume, log=log)
 
 
 @pytest.fixture

@@ -223,7 +223,7 @@ def test_a_run_that_keeps_more_checkpoints_than_fit_says_so_first(
     monkeypatch.setattr(expectation, "free_at", lambda root: int(room * size))
     printed = list[str]()
     data = Data({(64, 64): 4}, None, 16)
-    expectation.expect(settings, lambda: shape, data, torch.device("cpu"), Launch(), printed.append)
+    expectation.expect(settings.train, lambda: shape, data, torch.device("cpu"), Launch(), printed.append)
     assert any("train.keep_checkpoints" in line for line in printed) == said
 
 

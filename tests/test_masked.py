@@ -195,7 +195,7 @@ def run(folder: Path, masks: torch.Tensor | None = None, **train: Any) -> dict[A
 
     usual = {"steps": 3, "mask": {}, "validation": {"every": 3}}
     given = tiny_run.config(folder, **{**usual, **train})
-    fit(given, tiny_run.task(given, touch=touch), Launch(), log=lambda line: None)
+    fit(given.train, tiny_run.task(given, touch=touch), Launch(), log=lambda line: None)
     return metrics.read_events(folder / "metrics.jsonl")
 
 

@@ -474,12 +474,12 @@ def working(done: Config, tmp_path: Path) -> tuple[Config, Any]:
     """A copy of the cache in which a process holds a claim."""
     shutil.copytree(done.cache, tmp_path / "cache")
     config = done.model_copy(update={"cache": str(tmp_path / "cache")})
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     worker = claims.Claims(cache.files, 60)
     worker.progress = lambda: {"node": "gpu03", "task": 1, "tasks": 8, **bar.brief(), **textfile.store_counts()}
     bar = Progress("images", 200, Meter())
     bar.done, bar.rejected = 50, 3
-    name = next(iter(Cache.of(config).recipes("latent"))).name
+    name = next(iter(Cache(config.cache).recipes("latent"))).name
     assert worker.take(name, 0, "ab" * 16) == "ours"
     return config, SimpleNamespace(files=cache.files, worker=worker, work=(name, 0, "ab" * 16))
 
@@ -529,7 +529,7 @@ def test_status_shows_a_training_that_holds_its_run(done: Config, capsys: Any) -
         below.mkdir()
         (below / "lock.json").touch()
         stages.status.run(done)
-        assert f"training {below}: no row yet" in capsys.readouterr().out
+        assert f"training {below}: no step yet" in capsys.readouterr().out
         shutil.rmtree(below)
         os.utime(lock, (time.time() - 100,) * 2)
         stages.status.run(done)

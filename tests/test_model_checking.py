@@ -193,14 +193,14 @@ class Chain(RuleBasedStateMachine):
         return stages.encode.run(self.config, data=str(self.pictures))
 
     def _records(self) -> int:
-        cache = Cache.of(self.config)
+        cache = Cache(self.config.cache)
         return sum(len(cache.index(recipe.name)) for kind in KINDS for recipe in cache.recipes(kind))
 
     def _readable_records(self) -> int:
         """Records whose shards are there."""
         if self.damaged:
             return 0
-        cache = Cache.of(self.config)
+        cache = Cache(self.config.cache)
         result = [cache.index(recipe.name) for kind in KINDS for recipe in cache.recipes(kind)]
         return sum(int((~index.lost[index.columns["shard"]]).sum()) for index in result)
 
@@ -310,7 +310,7 @@ class Chain(RuleBasedStateMachine):
         """What `train` does with the newest snapshot before it begins; its checkpoints need it from then on."""
 
         def work() -> str:
-            cache = Cache.of(self.config)
+            cache = Cache(self.config.cache)
             snapshot = cache.open_snapshot()
             cache.keep(snapshot.id)
             return snapshot.id
@@ -384,7 +384,7 @@ class Chain(RuleBasedStateMachine):
         self.damaged = False
         self.stopped.clear()
         for name, samples in self.named.items():
-            pointed = Cache.of(self.config).snapshot_of(name)
+            pointed = Cache(self.config.cache).snapshot_of(name)
             assert pointed is not None, f"the name {name} is lost"
             assert not samples or self._samples(pointed) == samples
         if not was:
@@ -402,7 +402,7 @@ class Chain(RuleBasedStateMachine):
         import stages.verify
 
         def readable() -> int:
-            cache = Cache.of(self.config)
+            cache = Cache(self.config.cache)
             for name in cache.snapshot_names():
                 snapshot = cache.open_snapshot(name)
                 for row in range(sum(bucket.samples for bucket in snapshot.buckets)):
@@ -432,7 +432,7 @@ class Chain(RuleBasedStateMachine):
 
     def _samples(self, snapshot_id: str) -> set[str]:
         def names() -> list[str]:
-            snapshot = Cache.of(self.config).open_snapshot(snapshot_id)
+            snapshot = Cache(self.config.cache).open_snapshot(snapshot_id)
             count = sum(bucket.samples for bucket in snapshot.buckets)
             return [snapshot.source_item(row)[1].removesuffix(".png") for row in range(count)]
 
@@ -445,7 +445,7 @@ class Chain(RuleBasedStateMachine):
         from pipeline.cache import audit
 
         return str(
-            forked(lambda: [f"{f.path}: {f.problem}" for f in audit.verify(Cache.of(self.config), lambda _: None)])
+            forked(lambda: [f"{f.path}: {f.problem}" for f in audit.verify(Cache(self.config.cache), lambda _: None)])
         )
 
 

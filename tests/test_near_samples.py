@@ -27,10 +27,10 @@ from pipeline.cache.shard import ShardReader
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import CacheError, ConfigError, IntegrityError
-from pipeline.reporting.figures import collect
-from pipeline.snapshots import heldout, join, near_samples, selection
+from pipeline.snapshots import frames, heldout, near_samples, selection
 from pipeline.snapshots.near import DISTANCE
 from tests.support.constants import set_constants, unit_sizes
+from tests.support.reports import collect
 
 MakeConfig = Callable[..., Config]
 SIZE = "encode.signals=[phash]"
@@ -186,7 +186,7 @@ def test_copies_in_training_of_an_older_held_out_part_are_counted(
     before = Cache(config().cache).open_snapshot(stages.bucket.run(config(others)))
     capsys.readouterr()
     stages.bucket.run(config(others, "train.validation.snapshot=old"), name="new")
-    assert "3 of its samples look like one of these; a loss on it is not of unseen" in capsys.readouterr().out
+    assert "3 of its samples look like one of these; its loss is then not that of unseen" in capsys.readouterr().out
     cache = Cache(config().cache)
     part = cache.open_snapshot("old")
     assert cache.open_snapshot("new").head.leaked == {part.id: 3}
@@ -250,11 +250,11 @@ def test_view_names_the_samples_that_look_the_same(
 
 def test_hashes_are_read_a_part_at_a_time(config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     of = config()
-    snapshot = Cache.of(of).open_snapshot(stages.bucket.run(of))
+    snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
     whole, asked, read = near_samples.hashes_of(snapshot), list[int](), list[int]()
     columns, read_batch = Snapshot.columns, ShardReader.read_batch
     monkeypatch.setattr(near_samples, "CHUNK_ROWS", 3)
-    monkeypatch.setattr(join, "ROWS", 4)
+    monkeypatch.setattr(frames, "ROWS", 4)
     monkeypatch.setattr(
         Snapshot, "columns", lambda self, rows, *of: (asked.append(len(rows)), columns(self, rows, *of))[1]
     )

@@ -15,8 +15,9 @@ from pipeline.config import ModelConfig, StartWeights
 from pipeline.kernels.linear_attention import linear_attention
 from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig, deinterleave
+from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import save_weights
+from pipeline.models.sana_shape import deinterleave
 from pipeline.training import metrics
 from pipeline.training.trainer import fit
 from tests.support import nvlabs_reference as nvlabs
@@ -117,7 +118,7 @@ def settings_of(folder: Path, start: Path, optimizer: str, precision: str, **mor
 
 def trained(settings: Any) -> tuple[list[float], nvlabs.Weights]:
     """Losses and last weights of a run of ours."""
-    report = fit(settings, tiny_run.task(settings), Launch(), log=lambda line: None)
+    report = fit(settings.train, tiny_run.task(settings), Launch(), log=lambda line: None)
     assert report.checkpoint is not None
     rows = metrics.read(Path(settings.train.output) / "metrics.jsonl")
     return [row["loss"] for row in rows], theirs(load_model_state(report.checkpoint)[1])

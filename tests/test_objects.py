@@ -40,6 +40,7 @@ from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config, MirrorConfig, dump
 from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError
 from pipeline.loader.loader import Loader, LoaderSettings
+from pipeline.locations import cache_location
 from pipeline.work import engine
 from tests.support import tiny_cache
 from tests.support.constants import set_constants, unit_sizes
@@ -536,7 +537,7 @@ def test_encode_bucket_load_verify_repair_over_s3(
     config = make_config(tmp_path, f"cache={place}", f"mirror.path={tmp_path / 'mirror'}")
     assert stages.encode.run(config, data=str(photos))["images"] == 12
     stages.bucket.run(config)
-    here = Cache.of(config)
+    here = cache_location(config).open()
     assert content(here.files) == content(Files(small_cache))
     assert stages.encode.run(config, data=str(photos))["images"] == 0
     assert stages.status.run(config) == 0 and stages.verify.run(config) == 0
@@ -598,7 +599,7 @@ def test_killed_over_s3_then_finished(
         return Forked("encode", "--config", str(path), "--data", str(photos))
 
     assert start(whole).wait() == 0
-    chance, seen = random.Random(fault_seed), Cache.of(config, create=True).files
+    chance, seen = random.Random(fault_seed), cache_location(config).open(create=True).files
     process = start(config)
     wanted = chance.randrange(1, 12)
     done = threading.Event()
@@ -654,7 +655,7 @@ def test_without_checksums_what_is_stored_is_looked_at(objects: Files, monkeypat
     monkeypatch.setattr(store_of(objects).fs.s3.meta.config, "request_checksum_calculation", "when_required")
     assert not store_of(objects).connection.sends_checksums and objects.put("a/whole", b"bytes")
     monkeypatch.setattr(store_of(objects).fs, "pipe_file", cut)
-    with pytest.raises(IntegrityError, match=naming("a/cut", "reads back other bytes")):
+    with pytest.raises(IntegrityError, match=naming("a/cut", "read back are not")):
         objects.put("a/cut", b"bytes")
     monkeypatch.setattr(
         store_of(objects).fs, "put_file", lambda local, path, mode: cut(path, Path(local).read_bytes(), mode=mode)

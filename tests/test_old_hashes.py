@@ -23,9 +23,9 @@ from pipeline.encoding.reading import settled
 from pipeline.errors import CacheError
 from pipeline.images import perceptual_hash
 from pipeline.images.perceptual_hash import WORDS
-from pipeline.reporting.figures import collect
 from pipeline.signals import phash
 from pipeline.snapshots import heldout
+from tests.support.reports import collect
 
 MakeConfig = Callable[..., Config]
 SIGNALS, BEFORE = "encode.signals=[phash]", "dct-sign-2x128-1"

@@ -50,7 +50,9 @@ SHAPES = [(16, 8), (12, 8, 1, 1), (10, 1, 3, 3), (6, 16), (5, 3, 2, 2), (7,), ()
 
 
 def _fit(settings: Config, *, resume: str | Path | None = None, log: Any = None, **options: Any) -> Report:
-    return fit(settings, tiny_run.task(settings, **options), Launch(), resume=resume, log=log or (lambda line: None))
+    return fit(
+        settings.train, tiny_run.task(settings, **options), Launch(), resume=resume, log=log or (lambda line: None)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- CAME

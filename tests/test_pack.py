@@ -32,7 +32,8 @@ from pipeline.cache.cache import Cache
 from pipeline.cache.findings import packs
 from pipeline.cache.garbage import unneeded
 from pipeline.cache.layout import Paths
-from pipeline.cache.snapshot import BucketPart, PackedOrder, Snapshot
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import BucketPart, PackedOrder
 from pipeline.cache.status import status
 from pipeline.config import Config
 from pipeline.errors import IntegrityError, UserError

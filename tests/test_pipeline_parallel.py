@@ -19,7 +19,8 @@ from pipeline.config import ParallelConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import Numerics, SanaConfig
+from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_shape import Numerics
 from pipeline.models.sana_stage import SanaStage
 from pipeline.parallel import pipeline_parallel
 from pipeline.training.trainer import fit
@@ -204,7 +205,7 @@ def test_the_trainer_refuses_before_any_process_group_starts(settings: dict[str,
     given = tiny_run.config(parallel={"pp_size": 2}, **settings)
     launch = Launch(world=2, local_world=2, rendezvous="tcp://127.0.0.1:1")
     with pytest.raises(ConfigError, match=says):
-        fit(given, tiny_run.task(given), launch)
+        fit(given.train, tiny_run.task(given), launch)
     assert not dist.is_initialized()
 
 

@@ -33,7 +33,7 @@ from pipeline.planning.recorder import Recorder
 from pipeline.planning.trace import CUSTOM, trace, watch_updates
 from pipeline.training import checkpoint, metrics
 from tests.support.messages import naming
-from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
+from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE, decide
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -242,7 +242,7 @@ def test_plan_predicts_no_bf16_for_a_card_without_it(card: str, runs_in: str, fi
     config = load("sana_1600m_1024", sets)
     with pytest.raises(UserError, match=fix):
         stages.plan.run(config, stages.plan.Options(gpu=card))
-    predict.check_precision(load("sana_1600m_1024", ["train.precision=fp32"]), auto.named(card, None, 1))
+    predict.check_precision("fp32", config.bears, auto.named(card, None, 1))
 
 
 @pytest.mark.parametrize("name", ["4060", "3060 8GB", "4060 ti 8GB", "a100 60GB", "rtx", ""])
@@ -293,21 +293,22 @@ def test_auto_is_decided_once_and_kept(
 
 
 def test_a_resume_on_other_processes_decides_anew() -> None:
-    config = tiny_run.config(microbatch="auto")
+    train = tiny_run.config(microbatch="auto").train
     stored = {"microbatch": 3, "activation_checkpointing": "full"}
     sizes = {"dp_replicate": 1, "dp_shard": 1, "tp_size": 1, "pp_size": 1}
     of_one = {**sizes, "offload": "none", "reduce_each_microbatch": None}
-    earlier = {"train": {**stored, "parallel": of_one}}
-    assert auto.as_it_began(config, earlier, 1) == dict(flat(earlier["train"]))
-    assert auto.as_it_began(config, earlier, 2) is None
-    rest = {"train": {**stored, "parallel": {**of_one, "dp_shard": -1}}}
-    assert auto.as_it_began(config, rest, 2) == dict(flat(rest["train"])), (
+    earlier = {**stored, "parallel": of_one}
+    assert auto.as_it_began(train, auto.Begun(earlier), 1) == dict(flat(earlier))
+    assert auto.as_it_began(train, auto.Begun(earlier), 2) is None
+    rest = {**stored, "parallel": {**of_one, "dp_shard": -1}}
+    assert auto.as_it_began(train, auto.Begun(rest), 2) == dict(flat(rest)), (
         "explicit values, on whatever number of processes"
     )
-    assert auto.as_it_began(tiny_run.config(microbatch="auto", parallel="auto"), rest, 2) is None
-    assert auto.as_it_began(config, None, 1) is None
-    assert auto.as_it_began(config, rest, 2, processes=2) == dict(flat(rest["train"]))
-    assert auto.as_it_began(config, rest, 2, processes=4) is None
+    searched = tiny_run.config(microbatch="auto", parallel="auto").train
+    assert auto.as_it_began(searched, auto.Begun(rest), 2) is None
+    assert auto.as_it_began(train, None, 1) is None
+    assert auto.as_it_began(train, auto.Begun(rest, 2), 2) == dict(flat(rest))
+    assert auto.as_it_began(train, auto.Begun(rest, 4), 2) is None
 
 
 @pytest.mark.parametrize("change", [{"microbatch": "auto"}, {"activation_checkpointing": "auto"}, {"compile": "auto"}])
@@ -315,11 +316,11 @@ def test_auto_on_a_cpu_is_a_fixed_choice(change: dict[str, Any], monkeypatch: py
     """Nothing is searched, and the rest of the section stays as it is."""
     monkeypatch.setattr(search.Search, "choose", lambda *args: pytest.fail("searched"))
     config, machine = tiny_run.config(**change), Machine(gpus.card("cpu"), 1 << 34, 2)
-    decided, lines = auto.decide(config, lambda: pytest.fail("asked"), Data({(64, 64): 6}, None, 32), machine)
+    decided, lines = auto.decide(config.train, machine, lambda: pytest.fail("asked"))
     decided, more = auto.decide_compile(decided, CPU)
     (name,) = change
     fixed = {"microbatch": 8, "activation_checkpointing": "full", "compile": "none"}
-    assert decided.train.model_dump() == {**config.train.model_dump(), name: fixed[name]}
+    assert decided.model_dump() == {**config.train.model_dump(), name: fixed[name]}
     assert [*lines, *more] == ([] if name == "compile" else [f"auto: train.{name}: {fixed[name]} (on a CPU)"])
 
 
@@ -327,21 +328,21 @@ def test_auto_on_a_cpu_is_a_fixed_choice(change: dict[str, Any], monkeypatch: py
 def test_parallel_auto_on_a_cpu_is_searched_alone() -> None:
     config = tiny_run.config(parallel="auto", microbatch="auto", activation_checkpointing="auto")
     machine = Machine(gpus.card("cpu"), 1 << 34, 2, assumed=True)
-    decided, lines = auto.decide(config, lambda: NARROW, Data({(64, 64): 16}, None, 16), machine)
-    assert (decided.train.microbatch, decided.train.activation_checkpointing) == (8, "full")
-    assert decided.train.parallel.sizes == "given" and len(lines) == 2
+    decided, lines = decide(config, NARROW, Data({(64, 64): 16}, None, 16), machine)
+    assert (decided.microbatch, decided.activation_checkpointing) == (8, "full")
+    assert decided.parallel.sizes == "given" and len(lines) == 2
 
 
 def test_another_error_than_of_memory_is_shown_as_it_is() -> None:
-    def shape() -> Any:
+    def opened() -> Any:
         raise ModelError("no such model", fix="--set model.weights=DIR")
 
     config, machine = tiny_run.config(microbatch="auto"), Machine(gpus.card("h100"), 1 << 36, 7)
     with pytest.raises(ModelError) as caught:
-        auto.decide(config, shape, Data({(64, 64): 16}, None, 16), machine)
+        auto.decide(config.train, machine, opened)
     assert caught.value.fix == "--set model.weights=DIR"
     with pytest.raises(ConfigError) as refused:
-        auto.decide(config, lambda: NARROW, Data({(64, 64): 16}, None, 16), machine)
+        decide(config, NARROW, Data({(64, 64): 16}, None, 16), machine)
     assert "prediction" not in str(refused.value.fix)
 
 
@@ -349,7 +350,9 @@ def test_what_the_compiler_fuses_is_compared_with_a_bound(monkeypatch: pytest.Mo
     monkeypatch.setattr(auto, "present", lambda device, launch: Machine(gpus.card("h100"), 80 << 30, 1))
     config = tiny_run.config(microbatch=2, precision="bf16", compile="block")
     notes: list[str] = []
-    expected = expectation.expect(config, lambda: NARROW, Data({(64, 64): 4}, None, 16), CPU, Launch(), notes.append)
+    expected = expectation.expect(
+        config.train, lambda: NARROW, Data({(64, 64): 4}, None, 16), CPU, Launch(), notes.append
+    )
     assert expected is not None and [note.split(":")[0] for note in notes] == ["the run"]
     assert expected.is_bound and expected.flops_per_s is None
     less = {"memory_gib_predicted": 2.0, "memory_gib": 1.0}
@@ -384,29 +387,29 @@ def test_blocks_are_compiled_where_they_can_be(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(auto.importlib.util, "find_spec", lambda name: name == "triton")
     config, gpu = tiny_run.config(compile="auto", **change), torch.device("cuda", 0)
-    begun = None if earlier is None else {"train": {} if earlier == "unknown" else {"compile": earlier}}
-    decided, lines = auto.decide_compile(config, gpu, begun)
-    assert decided.train.compile == expected and len(lines) == 1
+    begun = None if earlier is None else auto.Begun({} if earlier == "unknown" else {"compile": earlier})
+    decided, lines = auto.decide_compile(config.train, gpu, begun)
+    assert decided.compile == expected and len(lines) == 1
     assert lines[0].startswith(f"auto: train.compile: {expected}") and (" (" in lines[0]) == (expected == "none")
-    assert auto.decide_compile(config, CPU, begun)[0].train.compile == "none"
+    assert auto.decide_compile(config.train, CPU, begun)[0].compile == "none"
     monkeypatch.setattr(auto.importlib.util, "find_spec", lambda name: None)
-    assert auto.decide_compile(config, gpu, begun)[0].train.compile == "none"
+    assert auto.decide_compile(config.train, gpu, begun)[0].compile == "none"
 
 
 def test_a_resume_keeps_the_sizes_alone(tmp_path: Path) -> None:
     earlier = tiny_run.config()
-    stored = {"train": earlier.train.model_dump()}
-    stored["train"]["parallel"] |= {"dp_shard": 1, "reduce_dtype": "fp32"}
+    stored = earlier.train.model_dump()
+    stored["parallel"] |= {"dp_shard": 1, "reduce_dtype": "fp32"}
     machine = Machine(gpus.card("h100"), 1 << 40, 1)
     config = tiny_run.config(parallel={"sizes": "auto", "reduce_dtype": "bf16"})
-    decided, _ = auto.decide(config, lambda: NARROW, Data({(64, 64): 6}, None, 32), machine, stored)
-    parallel = decided.train.parallel
+    decided, _ = decide(config, NARROW, Data({(64, 64): 6}, None, 32), machine, auto.Begun(stored))
+    parallel = decided.parallel
     assert (parallel.reduce_dtype, parallel.dp_shard, parallel.sizes) == ("bf16", 1, "given")
 
-    stored["train"]["activation_checkpointing"] = "selective"
+    stored["activation_checkpointing"] = "selective"
     asked = tiny_run.config(activation_checkpointing="auto", activation_compression="int8")
     with pytest.raises(ConfigError, match=naming("train.activation_checkpointing: selective")):
-        auto.decide(asked, lambda: NARROW, Data({(64, 64): 6}, None, 32), machine, stored)
+        decide(asked, NARROW, Data({(64, 64): 6}, None, 32), machine, auto.Begun(stored))
 
 
 def test_parallel_auto_leaves_the_rest_of_the_section(tmp_path: Path) -> None:
@@ -429,13 +432,13 @@ def test_auto_leaves_a_tenth_free() -> None:
     given = config.train.model_copy(update={"microbatch": 6})
     needed = predict.predict(given, narrow, data, machine).total
     tight = replace(machine, memory=round(needed * 1.05))
-    decided, _ = auto.decide(config, lambda: narrow, data, tight)
-    assert decided.train.microbatch < 6
-    assert predict.predict(decided.train, narrow, data, machine).total <= 0.9 * tight.memory
-    decided, _ = auto.decide(config, lambda: narrow, data, replace(machine, memory=round(needed * 1.25)))
-    assert decided.train.microbatch == 6
+    decided, _ = decide(config, narrow, data, tight)
+    assert decided.microbatch < 6
+    assert predict.predict(decided, narrow, data, machine).total <= 0.9 * tight.memory
+    decided, _ = decide(config, narrow, data, replace(machine, memory=round(needed * 1.25)))
+    assert decided.microbatch == 6
     with pytest.raises(search.NothingFitsError):
-        auto.decide(config, lambda: narrow, data, replace(machine, memory=1 << 29))
+        decide(config, narrow, data, replace(machine, memory=1 << 29))
 
 
 def test_sampling_takes_eight_for_auto() -> None:
@@ -483,8 +486,8 @@ def test_two_processes_decide_alike(words: list[str], tmp_path: Path) -> None:
 
 
 def tables() -> list[tuple[list[str], list[str]]]:
-    """Commands of docs/planning.md and the lines that the page shows for them."""
-    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    """Commands of docs/guides/training-big.md and the lines that the page shows for them."""
+    text = (ROOT / "docs/guides/training-big.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```console\n([^`]*)```\n\n```\n([^`]*)```", text)
     return [(re.sub(r"\\\n\s*", "", commands).splitlines(), shown.splitlines()) for commands, shown in blocks]
 

@@ -31,7 +31,7 @@ from pipeline.planning.recorder import Recorder
 from pipeline.planning.trace import Shape, Traced, block_numbers, trace
 from stages import plan
 from tests.support.forked import Forked, succeed
-from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
+from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE, data_of, decide
 from tests.support.sana_shapes import SHAPES
 
 
@@ -236,7 +236,7 @@ def test_a_compiled_run_is_planned_without_the_compiler() -> None:
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("sana*.yaml")), ids=lambda path: path.stem)
 def test_released_shapes_need_no_network(path: Any) -> None:
     config = load(path)
-    shape = predict.architecture(config, Data.of(config))
+    shape = predict.architecture(config.model, config.data.resolution, data_of(config))
     known = SHAPES[path.stem.removesuffix("_lora").removesuffix("_scratch")]
     assert SanaConfig(**{**shape.__dict__, "sample_size": known.sample_size}) == known
 
@@ -394,8 +394,11 @@ def test_train_accepts_what_the_search_names(capsys: pytest.CaptureFixture[str])
     assert all(row["total"] <= gpus.card("3090").memory for row in rows)
     first = {name: value for name, value in rows[0].items() if name.startswith("train.")}
     config = load("tiny", [f"{name}={json.dumps(value)}" for name, value in first.items()])
-    data = Data.of(config)
-    assert predict.check(config.train, predict.architecture(config, data), data, 2).world == 2
+    data = data_of(config)
+    assert (
+        predict.check(config.train, predict.architecture(config.model, config.data.resolution, data), data, 2).world
+        == 2
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- search
@@ -525,14 +528,14 @@ def test_auto_decides_on_the_reduction_unless_told(given_each: bool | None, made
     machine = Machine(gpus.card("4090"), 9 << 30, 4)
     if given_each is False:
         with pytest.raises(search.NothingFitsError, match="fit") as caught:
-            auto.decide(config, SanaConfig, data, machine)
+            decide(config, SanaConfig(), data, machine)
         assert "reduce_each_microbatch=true" in str(caught.value.fix)
         return
-    decided, lines = auto.decide(config, SanaConfig, data, machine)
-    assert decided.train.parallel.reduce_each_microbatch
+    decided, lines = decide(config, SanaConfig(), data, machine)
+    assert decided.parallel.reduce_each_microbatch
     assert "train.parallel.reduce_each_microbatch: true" in lines[0]
-    begun = decided.model_dump()
-    assert auto.decide(config, SanaConfig, data, machine, begun)[0].train == decided.train
+    begun = auto.Begun(decided.model_dump())
+    assert decide(config, SanaConfig(), data, machine, begun)[0] == decided
 
 
 def test_one_card_reduces_after_each_microbatch_where_that_makes_room(made_up: MadeUp) -> None:
@@ -627,8 +630,8 @@ def test_what_plan_says_fits_auto_takes() -> None:
     machine = Machine(gpus.card("4090"), 1 << 40, 1)
     least = config.train.model_copy(update={"microbatch": 1, "activation_checkpointing": "full", "compile": "none"})
     needed = predict.predict(least, NARROW, data, machine).total
-    decided, _ = auto.decide(config, lambda: NARROW, data, replace(machine, memory=round(needed * 1.02)))
-    assert decided.train.microbatch == 1
+    decided, _ = decide(config, NARROW, data, replace(machine, memory=round(needed * 1.02)))
+    assert decided.microbatch == 1
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ def test_a_preserved_run_resumes_and_differs_from_a_free_one(tmp_path: Path) -> 
     def run(name: str, steps: int, **train: Any) -> list[dict[str, Any]]:
         given = settings(tmp_path / name, steps=steps, save_every=2, **train)
         task = replace(tiny_run.task(given), preserved=[ROWS])
-        fit(given, task, Launch(), resume="auto", log=lambda line: None)
+        fit(given.train, task, Launch(), resume="auto", log=lambda line: None)
         return metrics.read(tmp_path / name / "metrics.jsonl")
 
     one = run("one", 6)
@@ -170,13 +170,13 @@ def test_prompts_are_those_of_any_set_in_the_cache(small_cache_copy: Path, make_
         stages.train.run(config, log=lambda line: None)
     (tmp_path / "prompts.txt").write_text("a bird\na tree\n")
     stages.encode.run(make_config(tmp_path), None, prompts=str(tmp_path / "prompts.txt"))
-    drawn = newest(Cache.of(config), "prompts")
+    drawn = newest(Cache(config.cache), "prompts")
     (tmp_path / "preserve.txt").write_text("a dog\na cat\n")
     words = shlex.split(str(refused.value.fix).partition(", ")[0].replace("FILE", str(tmp_path / "preserve.txt")))
     asked = dict(zip(words[2::2], words[3::2], strict=True))
     assert words[:2] == ["sana-pipe", "encode"] and asked.keys() == {"--prompts", "--prompts-name"}
     stages.encode.run(make_config(tmp_path), None, prompts=asked["--prompts"], prompts_name=asked["--prompts-name"])
-    assert drawn == newest(Cache.of(config), "prompts"), "the fix leaves the prompts that are drawn"
+    assert drawn == newest(Cache(config.cache), "prompts"), "the fix leaves the prompts that are drawn"
     stages.train.run(config, log=lambda line: None)
     rows = metrics.read(tmp_path / "run/metrics.jsonl")
     assert [sorted(row["parts"]) for row in rows] == [["flow", "preserve"]] * 2
@@ -188,7 +188,7 @@ def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path, monkeypatc
     losses = []
     for how in ("none", "block"):
         given = settings(tmp_path / how, steps=4, compile=how)
-        fit(given, replace(tiny_run.task(given), preserved=[ROWS]), Launch(), log=lambda line: None)
+        fit(given.train, replace(tiny_run.task(given), preserved=[ROWS]), Launch(), log=lambda line: None)
         losses.append([row["loss"] for row in metrics.read(tmp_path / how / "metrics.jsonl")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

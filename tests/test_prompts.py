@@ -91,7 +91,7 @@ def test_prompts_alone_are_encoded_once_and_without_the_vae(
     monkeypatch.setattr(encoders, "describe_vae", refuse)
     done = stages.encode.run(config, None, prompts=str(file))
     assert (done["captions"], done["left"], done["prompts"]["new"]) == (3, 0, 3), "two prompts and the null record"
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     assert cache.recipes("latent") == []
     recipe = recipe_of(cache)
     opened = prompts.open_prompts(cache, None, recipe)
@@ -122,7 +122,7 @@ def test_with_a_source_a_prompt_that_is_a_caption_is_not_encoded_again(
     file.write_text(f"{caption.strip().upper()}\na red cube\n")
     done = stages.encode.run(config, str(photos), prompts=str(file))
     assert (done["captions"], done["images"], done["prompts"]["new"]) == (1, 0, 1)
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     snapshot = cache.open_snapshot()
     opened = prompts.open_prompts(cache, "prompts", snapshot.recipe(TextRecipe))
     assert opened.null()[1].sum() == snapshot.null.valid, "the same null record"
@@ -134,9 +134,9 @@ def test_a_caption_prefix_gives_prompts_with_the_trigger_word(
 ) -> None:
     config = make_config(tmp_path, "data.caption_prefix=sks dog, ")
     done = stages.encode.run(config, str(photos), prompts=str(file))
-    assert done["prompts"]["name"] == "prompts" and prompts.names(Cache.of(config)) == ["prompts"]
+    assert done["prompts"]["name"] == "prompts" and prompts.names(Cache(config.cache)) == ["prompts"]
     done = stages.encode.run(config, str(photos))
-    made = prompts.open_prompts(Cache.of(config), prompts.TRIGGER, recipe_of(Cache.of(config)))
+    made = prompts.open_prompts(Cache(config.cache), prompts.TRIGGER, recipe_of(Cache(config.cache)))
     assert done["prompts"] == {"name": "trigger", "id": made.id, "prompts": 4, "new": 0}, "were added to the others"
     assert made.texts == tuple(context.format("sks dog") for context in prompts.TRIGGER_CONTEXTS)
 
@@ -183,7 +183,7 @@ def test_a_prompt_that_cannot_be_encoded_leaves_the_set_as_it_was(
     monkeypatch.setattr(unit_records, "encode_finite", lambda inputs, encode, limits: [None] * len(inputs))
     with pytest.raises(UserError, match="a blue cube: "):
         stages.encode.run(config, None, prompts=str(file))
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     assert prompts.open_prompts(cache, None, recipe_of(cache)).texts[0] == "A red cube"
 
 
@@ -195,8 +195,8 @@ def test_other_workers_finish_and_publish(
         patch.setattr(stages.encode, "make_units", lambda encoder, todo, *rest: (0, len(todo)))  # all are claimed
         done = stages.encode.run(config, None, prompts=str(file), task_index=0, task_count=2)
     assert done["left"] and done["prompts"]["id"] is None
-    with pytest.raises(CacheError, match=naming(Cache.of(config).location, "--prompts")):
-        prompts.open_prompts(Cache.of(config), None, recipe_of(Cache.of(config)))
+    with pytest.raises(CacheError, match=naming(Cache(config.cache).location, "--prompts")):
+        prompts.open_prompts(Cache(config.cache), None, recipe_of(Cache(config.cache)))
     assert stages.encode.run(config, None, prompts=str(file), task_index=1, task_count=2)["prompts"]["id"]
 
 
@@ -309,7 +309,7 @@ def test_a_wrong_byte_of_a_set_is_an_error_that_names_it_and_is_repaired(
     small_cache_copy: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_config(tmp_path)
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     recipe, key = recipe_of(cache), cache.index(recipe_of(cache).name).keys[0].tobytes()
     opened = prompts.publish(cache, "prompts", recipe, ["one"], [key])
     assert opened is not None
@@ -328,7 +328,7 @@ def test_a_set_that_is_lost_with_its_copy_is_made_again_by_encode(
 ) -> None:
     config = make_config(tmp_path)
     stages.encode.run(config, None, prompts=str(file))
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     opened = prompts.open_prompts(cache, None, recipe_of(cache))
     rows, table = opened.rows(1), layout.Paths.table(cache.files.document(opened.path)["rows"], "arrow")
     for name in (table, layout.Paths.copy(table)):
@@ -344,7 +344,7 @@ def test_a_lost_number_is_a_contradiction_and_filled(
     small_cache_copy: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_config(tmp_path)
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     recipe, keys = recipe_of(cache), [key.tobytes() for key in cache.index(recipe_of(cache).name).keys[:2]]
     for number in range(2):
         prompts.publish(cache, "prompts", recipe, [str(number)], [keys[number]])
@@ -363,14 +363,14 @@ def test_gc_leaves_the_records_of_prompts(
 ) -> None:
     config = make_config(tmp_path)
     stages.encode.run(config, str(photos), prompts=str(file))
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     before = prompts.open_prompts(cache, None, recipe_of(cache))
     rows = [before.rows(number) for number in range(len(before))]
     stages.forget.run(config, source=cache.sources()[0])
     for path in cache.root.rglob("*"):
         os.utime(path, (1, 1))
     stages.gc.run(config, yes=True, older_than_hours=0)
-    after = prompts.open_prompts(Cache.of(config), None, before.recipe)
+    after = prompts.open_prompts(Cache(config.cache), None, before.recipe)
     assert all(np.array_equal(after.rows(number), rows[number]) for number in range(len(rows)))
     assert after.null()[1].any() and stages.verify.run(config) == 0
 

@@ -52,14 +52,10 @@ def test_links_lead_to_files(page: str) -> None:
 def test_the_readme_leads_to_every_page_and_fits_on_two_screens() -> None:
     linked = re.findall(r"\]\(([^)#]+)", README)
     assert set(PAGES) - set(linked) == {"README.md"}
-    assert len(README.splitlines()) <= 130
-    assert {page: n for page in PAGES if "/guides/" in page and (n := len(PAGES[page].splitlines())) > 100} == {}
+    assert len(README.splitlines()) <= 130 and len(PAGES) + 1 <= 18  # with cache_layout.md
 
 
-WITHOUT_SUMMARY = {"docs/gpu.md"}
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/") and page not in WITHOUT_SUMMARY])
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
 def test_a_page_begins_with_its_summary(page: str) -> None:
     """Title, then three lines: what to do first, and what else the page is for."""
     title, empty, *summary, after = PAGES[page].splitlines()[:6]
@@ -82,9 +78,8 @@ def test_every_promise_names_a_test_file() -> None:
 
 
 def test_every_figure_has_a_command_that_exists() -> None:
-    rows = [
-        line for line in PAGES["docs/figures.md"].splitlines() if line.startswith("| ") and "| command |" not in line
-    ]
+    figures = PAGES["docs/measurements.md"].partition("\n## On 2 CPU cores\n")[2].partition("\n## ")[0]
+    rows = [line for line in figures.splitlines() if line.startswith("| ") and "| command |" not in line]
     assert len(rows) > 50
     number = r"(?<![\w.^])\d[\d.,/e-]*"
     for row in rows:
@@ -181,7 +176,7 @@ def test_the_bucket_section_is_a_configuration(tmp_path: Path) -> None:
     from pipeline.images import buckets
     from pipeline.snapshots.filters import Filter
 
-    [example] = [yaml.safe_load(block) for block in blocks("yaml", "docs/snapshots.md")]
+    example = yaml.safe_load(blocks("yaml", "docs/snapshots.md")[0])
     whole = yaml.safe_load((SHIPPED / "sana_1600m_1024.yaml").read_text(encoding="utf-8"))
     (tmp_path / "example.yaml").write_text(yaml.safe_dump({**whole, **example}))
     config = load(tmp_path / "example.yaml")

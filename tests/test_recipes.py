@@ -24,7 +24,7 @@ from stages.init import Options
 from tests.support.command_lines import dry_run
 from tests.support.messages import naming
 
-PAGE = Path(__file__).parent.parent / "docs/recipes.md"
+PAGE = Path(__file__).parent.parent / "docs/guides/lora.md"
 SENTENCE = "a brown dog sits on the grass in front of a red house"
 TAGS = "1girl, solo, long hair, blue eyes, smile"
 
@@ -307,7 +307,7 @@ def test_the_page_has_the_numbers() -> None:
     for steps in recommend.STEPS.values():
         assert f" {steps.visits} times" in text and f"in {steps.least:,} to {steps.most:,}" in text
     for path in (SHIPPED / f"{name}.yaml" for name in BASES):
-        assert f"(../configs/{path.name})" in text
+        assert f"(../../configs/{path.name})" in text
 
 
 BASES: dict[str, tuple[str, int, set[str]]] = {

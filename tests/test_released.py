@@ -29,9 +29,10 @@ from pipeline.cache.index import commits
 from pipeline.config import Config, VaeConfig, dump, load
 from pipeline.errors import ConfigError, UserError
 from pipeline.models import hub, nvlabs
-from pipeline.models.sana import SanaTransformer
+from pipeline.models.sana import SanaTransformer, parameter_shapes
 from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import WeightFiles, save_nvlabs, save_weights
+from pipeline.models.sana_shape import SanaShape
 from pipeline.reporting import encoder_process
 from pipeline.training import checkpoint
 from pipeline.training.base_weights import first_weights
@@ -231,7 +232,7 @@ def test_names_and_shapes_of_nvlabs_both_ways(name: str) -> None:
     stored["pos_embed"] = torch.zeros(1).expand(1, side * side, width)
     config = nvlabs.config_of(Path("absent.pth"), stored)
     heads = {1152: (16, 72), 2240: (20, 112)}[width]
-    assert config == SanaConfig(
+    assert config == SanaShape(
         num_layers=depth,
         num_attention_heads=width // 32,
         cross_attention_dim=width,
@@ -240,7 +241,7 @@ def test_names_and_shapes_of_nvlabs_both_ways(name: str) -> None:
         cross_attention_head_dim=heads[1],
         qk_norm="rms_norm_across_heads" if norm else None,
     )
-    ours = config.shapes()
+    ours = parameter_shapes(config)
     read = nvlabs.renamed({key: one for key, one in stored.items() if key != "pos_embed"}, ours)
     assert {key: tuple(one.shape) for key, one in read.items()} == ours
     written = {key: (sum(ours[p][0] for p in parts), *ours[parts[0]][1:]) for key, parts in nvlabs.parts(ours).items()}

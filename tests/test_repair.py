@@ -501,7 +501,7 @@ def test_a_picture_that_has_moved_is_repaired_from_its_new_place(
     stages.encode.run(config, str(data))
     put({f"0{name}" if kind == "folder" else name: contents[name] for name in sorted(contents, reverse=True)})
     assert stages.encode.run(config, str(data))["images"] == 0
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     recipe = cache.recipes("latent")[0].name
     commit = index.commits(cache.files, recipe, 0)[0]
     path = cache.root / layout.Paths.shard(recipe, str(commit.shard))

@@ -32,13 +32,14 @@ from pipeline.demo import small_models
 from pipeline.errors import CacheError, UserError
 from pipeline.reporting import data_figures, plots, run_figures, sample_view
 from pipeline.reporting import page as reporting_page
-from pipeline.reporting.figures import collect
+from pipeline.reporting.figures import collect as figures_of
 from pipeline.reporting.sections import SECTIONS
 from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.training import metrics
 from stages import bucket, encode, inspect, report, train, view
 from tests.support import drawings, synthetic, tiny_cache
 from tests.support.messages import naming
+from tests.support.reports import collect
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" <img src=http://evil.example/x.png onerror=alert(1)>"
 CAPTIONS = ("A red square", HOSTILE, "a blue field " * 200, "a yellow wall", "a grey road", "a white door")
@@ -148,7 +149,7 @@ def test_of_a_scan_only_what_is_shown_is_read(made: Made, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Cache, "table", noted)
     collect(made.config)
-    cache = Cache.of(made.config)
+    cache = Cache(made.config.cache)
     sample_view.describe(cache, cache.open_snapshot(), 0)
     assert len(asked) == 3 and "captions" not in set.union(*asked)
 
@@ -206,7 +207,7 @@ def test_new_samples_are_those_that_the_earlier_snapshot_lacked(made: Made) -> N
     assert (new["earlier"], new["new"], new["old"], new["removed"]) == (made.reports["round1"]["snapshot"], 1, 7, 0)
     assert new["sources"] == {"photos": {"new": 1, "old": 7}}
     assert sum(row["new"] for row in new["buckets"]) == 1
-    snapshot = Cache.of(made.config).open_snapshot()
+    snapshot = Cache(made.config.cache).open_snapshot()
     tokens = {snapshot.source_item(row)[1]: tokens_of(snapshot, row)[0] for row in range(len(snapshot))}
     of_new = tokens.pop("new.png")
     assert new["mean_tokens"] == {"new": of_new, "old": pytest.approx(np.mean([*tokens.values()]))}
@@ -215,13 +216,9 @@ def test_new_samples_are_those_that_the_earlier_snapshot_lacked(made: Made) -> N
 
 
 def test_several_chunks_give_the_numbers_of_one(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from pipeline.cache import snapshot as snapshots
-    from pipeline.snapshots import join
-
     expected = collect(made.config)[0]["snapshot"]
     shutil.copytree(made.root / "cache", tmp_path / "cache")
-    for module in (snapshots, join):
-        monkeypatch.setattr(module, "CHUNK_ROWS", 3)
+    monkeypatch.setattr("pipeline.snapshots.assemble.CHUNK_ROWS", 3)
     config = made.config.model_copy(update={"cache": str(tmp_path / "cache")})
     bucket.run(config, name="chunks")
     data = collect(config, snapshot="chunks")[0]["snapshot"]
@@ -302,7 +299,7 @@ def test_the_runs_that_a_run_began_from_are_parts_of_it(made: Made, tmp_path: Pa
             (folder / run_figures.ORIGIN).write_text(json.dumps(values))
 
     def names(**which: Any) -> list[str]:
-        figures = collect(made.config, run=folders[2], with_data=False, **which)[0]
+        figures = figures_of(folders[2], None, run=folders[2], **which)[0]
         assert ("earlier" in figures["missing"]) == bool(figures["run"]["lost"])
         return [part["name"] for part in figures["run"]["parts"]]
 
@@ -562,7 +559,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(made: Made, run_copy: 
 
 
 def test_a_thumbnail_is_never_larger_than_its_picture(made: Made) -> None:
-    photos = SourcePictures(made.config.data, Cache.of(made.config))
+    photos = SourcePictures(made.config.data, Cache(made.config.cache))
     sizes = [
         each and each.size
         for each in (photos.thumbnail("photos", "small.png"), photos.thumbnail("photos", "5.png", 36))
@@ -731,7 +728,7 @@ def test_the_gallery_shows_decoded_latents_beside_their_pictures(
     assert "gallery" in page.sections and "no latents were decoded" not in page.shown
     alts = [values["alt"] for tag, values in page.tags if tag == "img"]
     assert alts.count("decoded latent") == alts.count("source") == 3
-    snapshot = Cache.of(made.config).open_snapshot()
+    snapshot = Cache(made.config.cache).open_snapshot()
     for row in (1, 4, 6):
         assert f"photos: {snapshot.source_item(row)[1]}" in page.shown and f"{snapshot.sample_id(row)}" in page.shown
 
@@ -924,7 +921,7 @@ def test_a_file_name_finds_its_only_picture_in_any_folder(tmp_path: Path) -> Non
     names = ["cats/1.png", "dogs/1.png", "dogs/2.png", "2.png.jpg", "dogs/big-3.png"]
     synthetic.add(of, "one", [synthetic.Picture(name, name) for name in names])
     bucket.run(of)
-    cache = Cache.of(of)
+    cache = Cache(of.cache)
     snapshot = cache.open_snapshot()
     for text in ("2.png", "one: 2.png"):
         assert snapshot.source_item(sample_view.find(cache, snapshot, text)) == ("one", "dogs/2.png")

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pipeline.launch import Launch
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import Numerics, SanaConfig
+from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_shape import Numerics
 from pipeline.parallel import mesh
 from pipeline.parallel.parallelize import parallelize
 from tests.support.workers import tiny_run

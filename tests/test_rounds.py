@@ -45,7 +45,7 @@ def train(settings: Config, *, printed: list[str] | None = None, snapshot: str =
 
     task = tiny_run.task(settings, touch=batch, snapshot=snapshot, phase=phase)
     log = (lambda line: None) if printed is None else printed.append
-    return fit(settings, task, Launch(), log=log, **options)
+    return fit(settings.train, task, Launch(), log=log, **options)
 
 
 def tensors(folder: Path) -> dict[str, Any]:
@@ -460,9 +460,9 @@ def test_a_folder_of_rounds_in_place_of_a_run_names_them_and_the_fix_works(optio
     looked_at(chain / "b", s2=0.2)
     config = load("tiny", [f"train.output={chain if option == 'auto' else tmp_path / 'other'}"])
     tries: dict[str, Callable[[str], Any]] = {
-        "auto": lambda place: checkpoint.find(config, "auto" if place == str(chain) else place),
-        "--checkpoint": lambda place: checkpoint.find(config, place),
-        "--best": lambda place: checkpoint.find_best(config, place)[0],
+        "auto": lambda place: checkpoint.find(config.train.output, "auto" if place == str(chain) else place),
+        "--checkpoint": lambda place: checkpoint.find(config.train.output, place),
+        "--best": lambda place: checkpoint.find_best(config.train.output, place)[0],
         "--from": lambda place: checkpoint.resolve(chain, place, "--from"),
         "--resume": lambda place: checkpoint.resolve(chain, place),
     }

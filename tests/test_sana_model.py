@@ -23,9 +23,10 @@ from pipeline.kernels import linear_attention as kernel
 from pipeline.kernels.linear_attention import linear_attention
 from pipeline.models import sana_layers
 from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig, deinterleave, interleave
+from pipeline.models.sana_config import SanaConfig
 from pipeline.models.sana_files import save_weights
 from pipeline.models.sana_init import initial_value
+from pipeline.models.sana_shape import deinterleave, interleave
 from tests.support.tiny_sana import TINY, inputs, load_transformer, load_weights, make
 
 VARIANTS = {

@@ -36,7 +36,6 @@ from pipeline.encoding import estimate
 from pipeline.loader import randomness, schedule
 from pipeline.loader.loader import Loader
 from pipeline.loader.planner import Planner
-from pipeline.planning.predict import Data
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from tests.support import tiny_cache
@@ -261,7 +260,7 @@ def test_bytes_are_those_of_the_estimate() -> None:
     latent, text = LatentRecipe(weights="w"), TextRecipe(weights="w")
     mean = np.mean([estimate.text_bytes(text, int(rows), simulate.CAPTION_BYTES) for rows in simulate.caption_rows()])
     assert million.text / 1e6 == pytest.approx(mean, rel=0.002)
-    shapes = Data.of(scale.configured(8)).buckets
+    shapes = scale.data_of(scale.configured(8)).buckets
     mean = np.mean([estimate.picture_bytes(latent, *shape) for shape in shapes])
     assert million.latents / 1e6 == pytest.approx(mean, rel=0.002)
     assert scale.cache_of(10**6, "int8").total < scale.cache_of(10**6, "bf16-zstd").total < million.total
@@ -308,12 +307,13 @@ def test_operations_of_the_encoders() -> None:
 
 # ---------------------------------------------------------------- the page
 
-PAGE = Path(__file__).parent.parent / "docs" / "scale.md"
+PAGE = Path(__file__).parent.parent / "docs" / "measurements.md"
 
 
 def shown() -> list[str]:
     """Rows of the tables that the command writes."""
-    written = PAGE.read_text(encoding="utf-8").partition("\n## What grows with the items\n")[0]
+    written = PAGE.read_text(encoding="utf-8").partition("\n## A billion pairs, 512 GPUs\n")[2]
+    written = written.partition("\n### What grows with the items\n")[0]
     return [line for line in written.splitlines() if line.startswith("|")]
 
 
@@ -334,7 +334,7 @@ def test_the_page_has_what_the_command_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows, figures = printed(["--quick"], monkeypatch, capsys)
-    assert [row for row in rows if row not in shown()] == [], "python -m benchmarks.scale --page docs/scale.md"
+    assert [row for row in rows if row not in shown()] == [], "python -m benchmarks.scale --page docs/measurements.md"
     assert len(rows) > 12
     assert figures["amplification_1e09_512_plain"] > 20 * figures["amplification_1e09_512_packed64x4"] > 20
 
@@ -345,5 +345,5 @@ def test_the_page_has_all_that_the_command_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows, figures = printed([], monkeypatch, capsys)
-    assert rows == shown(), "python -m benchmarks.scale --page docs/scale.md"
+    assert rows == shown(), "python -m benchmarks.scale --page docs/measurements.md"
     assert figures["peak_mib"] < 4096

@@ -27,7 +27,7 @@ from PIL import Image
 from pipeline.cache import audit, layout, scan_table
 from pipeline.cache.cache import Cache
 from pipeline.cache.garbage import unneeded
-from pipeline.cache.keys import ItemRows
+from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.scratch import Scratch
 from pipeline.config import DataConfig
 from pipeline.encoding import last_scan, scan_rows

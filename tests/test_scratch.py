@@ -18,13 +18,15 @@ import pytest
 from pipeline.cache import arrow, disk, scratch
 from pipeline.cache.cache import Cache
 from pipeline.cache.files import Files
-from pipeline.cache.keys import ItemRows, as_keys, binary, fixed, key_bytes
+from pipeline.cache.item_rows import ItemRows
+from pipeline.cache.keys import as_keys, binary, fixed, key_bytes
 from pipeline.cache.layout import Paths
 from pipeline.cache.scratch import Scratch
 from pipeline.cache.status import status
 from pipeline.errors import CacheError, NoSpaceError
 from pipeline.snapshots import selection
-from pipeline.snapshots.join import Frame, Joined
+from pipeline.snapshots.frames import Frame
+from pipeline.snapshots.join import Joined
 from tests.support.lowered import lower_limits
 from tests.support.synthetic import TABLE
 

@@ -121,8 +121,8 @@ def test_another_base_and_another_part_are_refused(folder: Path, monkeypatch: py
     given = seams.settings(folder, "low rank, stopped", steps=5)
     whole = tiny_run.task(given)
     with pytest.raises(CheckpointError, match="adapter"):
-        seams.fit(given, whole, Launch(), resume="auto", log=lambda line: None)
-    monkeypatch.setattr(build, "start_values", lambda config, spec: spec.initial(7))
+        seams.fit(given.train, whole, Launch(), resume="auto", log=lambda line: None)
+    monkeypatch.setattr(build, "start_values", lambda weights, seed, spec: spec.initial(7))
     with pytest.raises(CheckpointError, match="another base"):
         seams.run("low rank", given, resume="auto")
 
@@ -252,7 +252,9 @@ def test_readers_draw_what_another_number_of_processes_has_resumed(launched: Pat
         stages.export.run(given, "auto", tmp_path / form, form=form)
     stored = checkpoint.ModelTensors(launched / "dora, resumed" / LAST)
     for name, strength in (("base", 0.0), ("merged", 1.0)):
-        spec.save(whole_weights(given, stored, strength), tmp_path / name, torch.float32)
+        spec.save(
+            whole_weights(given.model.weights, given.train.seed, stored, strength), tmp_path / name, torch.float32
+        )
     base, merged, comfyui, loaded = (
         SanaTransformer2DModel.from_pretrained(tmp_path / name).eval() for name in ("base", "merged", "base", "base")
     )
@@ -285,8 +287,8 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     from pipeline.cache.cache import Cache
     from pipeline.models import spec
     from pipeline.planning import predict
-    from pipeline.reporting import draw_latents
     from tests.support import pixart
+    from tests.support.drawings import draw_for
 
     monkeypatch.setitem(spec.KINDS, pixart.CLASS, "tests.support.pixart:PixArt")
     torch.manual_seed(0)
@@ -298,9 +300,9 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     config = make_config(tmp_path, f"cache={small_cache_copy}", *options)
     snapshot = Cache(small_cache_copy).open_snapshot()
 
-    given = build.architecture_of_weights(config)
+    given = build.architecture_of(config.model, 8)
     assert isinstance(given, pixart.PixArt)
-    data, machine = predict.Data.of(config, snapshot), predict.Machine(gpus.card("h100"), 80 << 30, 1)
+    data, machine = predict.Data.of(snapshot), predict.Machine(gpus.card("h100"), 80 << 30, 1)
     assert predict.predict(config.train, given, data, machine).fits
     with pytest.raises(ConfigError, match=f"{pixart.CLASS} .*tp_size"):
         given.check_parallel(2, 1)
@@ -327,5 +329,5 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     keys = "encoder_hidden_states", "encoder_attention_mask", "timestep"
     expected = exported(latents, **dict(zip(keys, inputs[1:], strict=True))).sample
     torch.testing.assert_close(own(*inputs), expected)
-    (drawn,) = draw_latents.draw_for(more, architecture, dict(weights), snapshot, [0], CPU)
+    (drawn,) = draw_for(more, architecture, dict(weights), snapshot, [0])
     assert drawn.latent.shape == drawn.cached.shape and drawn.latent.isfinite().all()

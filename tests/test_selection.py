@@ -13,8 +13,9 @@ import pytest
 from pipeline.cache import disk, scratch
 from pipeline.cache.keys import of_halves
 from pipeline.cache.scratch import Scratch
-from pipeline.snapshots import join, selection
-from pipeline.snapshots.join import Frame, Joined
+from pipeline.snapshots import frames, selection
+from pipeline.snapshots.frames import Frame
+from pipeline.snapshots.join import Joined
 
 SOURCES = ["zoo", "ärger", "b", "a"]
 COLUMNS = ("source", "sample_id", "picture_id", "digest", "height", "width", "bucket", "cluster")
@@ -93,7 +94,7 @@ def test_the_picture_that_stays_and_its_captions_are_those_of_a_plain_reading(
     if small:
         monkeypatch.setattr(scratch, "LIMIT", 1 << 10)
         monkeypatch.setattr(scratch, "RUN", 48)
-        monkeypatch.setattr(join, "ROWS", 40)
+        monkeypatch.setattr(frames, "ROWS", 40)
     for seed, (pictures, texts) in enumerate([(0, 1), (1, 1), (99, 7), (99, 200)]):
         rng = np.random.default_rng(seed)
         frame, lengths = frame_of(rng, pictures, texts), rng.integers(1, 4, texts).astype(np.uint32)

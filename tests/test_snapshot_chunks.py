@@ -23,10 +23,11 @@ from pipeline.cache.folder_store import FolderStore
 from pipeline.cache.garbage import Needed
 from pipeline.cache.layout import REPAIR, Paths
 from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_samples import CHUNK_ROWS
 from pipeline.cache.status import status
 from pipeline.errors import IntegrityError
 from pipeline.loader.planner import Planner
-from pipeline.snapshots import join
+from pipeline.snapshots import assemble
 from tests.support import tiny_cache
 from tests.support.damage import flip
 from tests.support.synthetic import add, config, pictures
@@ -36,8 +37,7 @@ ROWS, OPEN = 5, 2
 
 @pytest.fixture
 def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Snapshot:
-    for module in (snapshots, join):
-        monkeypatch.setattr(module, "CHUNK_ROWS", ROWS)
+    monkeypatch.setattr(assemble, "CHUNK_ROWS", ROWS)
     monkeypatch.setattr(snapshots, "OPEN_CHUNKS", OPEN)
     add(config(tmp_path / "cache"), "one", pictures(40))
     return Cache(tmp_path / "cache").open_snapshot(stages.bucket.run(config(tmp_path / "cache")))
@@ -158,7 +158,7 @@ def test_a_check_reads_what_was_checked_before(snapshot: Snapshot, digests: list
 
 
 def test_a_folder_keeps_the_chunks_of_a_billion_samples_and_a_mirror_a_quarter_of_itself() -> None:
-    assert snapshots.open_chunks(None) * snapshots.CHUNK_ROWS >= 10**9
+    assert snapshots.open_chunks(None) * CHUNK_ROWS >= 10**9
     assert snapshots.open_chunks(1 << 30) == 64
     assert 15 << 30 < snapshots.open_chunks(64 << 30) * snapshots.CHUNK_BYTES <= 16 << 30
     assert snapshots.open_chunks(1 << 50) == snapshots.open_chunks(None)

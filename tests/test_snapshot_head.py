@@ -9,7 +9,8 @@ import pytest
 
 from pipeline.cache import layout
 from pipeline.cache.files import Files
-from pipeline.cache.snapshot import Head, Snapshot
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import Head
 from pipeline.errors import CacheError
 from tests.support import tiny_cache
 from tests.support.golden import GOLDEN

@@ -21,9 +21,10 @@ import stages.bucket
 import stages.encode
 import stages.gc
 import stages.verify
-from pipeline.cache import audit, codec, index, layout, shard, snapshot
+from pipeline.cache import audit, codec, index, layout, shard
 from pipeline.cache.cache import Cache
 from pipeline.cache.recipes import Recipe, recipe_class
+from pipeline.cache.snapshot_samples import samples_schema
 from pipeline.config import Config, load
 from pipeline.errors import CacheError, ConfigError, IntegrityError
 from pipeline.loader.loader import Loader
@@ -278,9 +279,9 @@ def test_the_example_of_the_page_decodes_the_same(storage: str, kind: str, tmp_p
 
 def test_plain_storage_changes_no_id_and_no_schema() -> None:
     assert TextRecipe(weights="w", storage="bf16").id == TextRecipe(weights="w").id
-    schema = snapshot.samples_schema([LatentRecipe(), TextRecipe()])
+    schema = samples_schema([LatentRecipe(), TextRecipe()])
     assert [field.name for field in schema.field("latent").type] == ["shard", "offset", "key", "checksum"]
-    lossless = snapshot.samples_schema([LatentRecipe(storage="bf16-zstd"), TextRecipe()])
+    lossless = samples_schema([LatentRecipe(storage="bf16-zstd"), TextRecipe()])
     assert lossless.field("latent").type.get_field_index("length") == 4
     assert lossless.field("captions") == schema.field("captions")
     ids = {TextRecipe(weights="w", storage=storage).id for storage in codec.STORAGES}

@@ -313,7 +313,7 @@ def walk(data: list[Path], folder: Path, trigger: str | None, settings: list[str
             stages.encode.run(config, str(each))
     with contextlib.redirect_stdout(report := io.StringIO()):
         stages.bucket.run(config, as_json=True)
-    return trained(Cache.of(config)), json.loads(report.getvalue())
+    return trained(Cache(config.cache)), json.loads(report.getvalue())
 
 
 def trained(cache: Cache) -> Truth:

@@ -94,7 +94,7 @@ def test_a_row_counts_tokens_flops_and_memory(tmp_path: Path, monkeypatch: pytes
     with_peak(monkeypatch, 0.001)
     printed: list[str] = []
     settings = tiny_run.config(tmp_path / "run", steps=2, log_every=2)
-    fit(settings, tiny_run.task(settings), Launch(), log=printed.append)
+    fit(settings.train, tiny_run.task(settings), Launch(), log=printed.append)
     (row,) = metrics.read(tmp_path / "run/metrics.jsonl")
     model = tiny_run.model(settings)
     batches = [tiny_run.global_batch(step) for step in (0, 1)]
@@ -303,9 +303,8 @@ def test_captions_are_packed_where_there_is_a_kernel(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config = tiny_run.config(**{"precision": "bf16", **options})
-    assert build.with_text(config, torch.device("cuda", 0)).train.text == expected
-    on_cpu = build.with_text(config, CPU).train.text
-    assert on_cpu == "padded"
+    assert build.text_layout(config.train, torch.device("cuda", 0)) == expected
+    assert build.text_layout(config.train, CPU) == "padded"
 
 
 def configured(**options: Any) -> TrainConfig:
@@ -404,7 +403,8 @@ def test_the_page_on_memory_lists_the_same_settings_in_the_same_order() -> None:
     plain = configured(activation_checkpointing="none", parallel=ParallelConfig(offload="all"))
     changes = [change for change, _ in (*remedies.searched(plain), *remedies.LADDER, remedies.OFFLOAD)]
     settings = [next(iter(change.items())) for change in changes]
-    page = (tiny_run.ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    page = (tiny_run.ROOT / "docs/guides/training-big.md").read_text(encoding="utf-8")
+    page = page.partition("\n## Memory: what to set when it runs out\n")[2]
     rows = re.findall(r"^\| `([\w.]+)(?:: ([\w-]+))?`", page, re.MULTILINE)
     expected = [(f"train.{key}", str(value).lower()) for key, value in settings]
     assert [key for key, _ in rows] == [key for key, _ in expected]
@@ -419,7 +419,7 @@ def test_a_failed_allocation_is_an_error_for_people(tmp_path: Path) -> None:
 
     settings = tiny_run.config(tmp_path / "run", microbatch=4)
     with pytest.raises(ResourceError) as caught:
-        fit(settings, tiny_run.task(settings, touch=touch), Launch(), log=lambda line: None)
+        fit(settings.train, tiny_run.task(settings, touch=touch), Launch(), log=lambda line: None)
     assert "not enough memory" in str(caught.value)
     assert "--set train.activation_checkpointing=full" in str(caught.value)
     with pytest.raises(ResourceError, match="tried to allocate"), memory.memory_errors(settings.train):
@@ -432,7 +432,7 @@ def test_a_failed_allocation_is_an_error_for_people(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_rows_have_peaks_and_a_full_card_is_named(tmp_path: Path) -> None:
     settings = tiny_run.config(tmp_path / "run", steps=2, log_every=1, device="cuda", precision="bf16")
-    fit(settings, tiny_run.task(settings), Launch(), log=lambda line: None)
+    fit(settings.train, tiny_run.task(settings), Launch(), log=lambda line: None)
     for row in metrics.read(tmp_path / "run/metrics.jsonl"):
         assert 0 < row["memory_gib"] <= row["reserved_gib"]
         assert row["memory_rank"] == row["reserved_rank"] == 0
@@ -442,7 +442,7 @@ def test_on_a_gpu_rows_have_peaks_and_a_full_card_is_named(tmp_path: Path) -> No
 
     settings = tiny_run.config(tmp_path / "full", device="cuda")
     with pytest.raises(ResourceError):
-        fit(settings, tiny_run.task(settings, touch=touch), Launch(), log=lambda line: None)
+        fit(settings.train, tiny_run.task(settings, touch=touch), Launch(), log=lambda line: None)
 
 
 # -------------------------------------------------------------------------------------------------------- trackers
@@ -454,7 +454,7 @@ def test_tensorboard_gets_every_row_and_drops_repeated_steps(tmp_path: Path) -> 
     run = tmp_path / "run"
     for steps, resume in ((3, None), (5, "auto")):
         settings = tiny_run.config(run, steps=steps, save_every=2, trackers=["tensorboard"])
-        fit(settings, tiny_run.task(settings), Launch(), resume=resume, log=lambda line: None)
+        fit(settings.train, tiny_run.task(settings), Launch(), resume=resume, log=lambda line: None)
         shutil.rmtree(run / "checkpoints/step-00000003", ignore_errors=True)  # so that step 3 is done again
         time.sleep(1.1)  # TensorBoard reads files of one second in the order of their names as text: .10 before .8
     rows = metrics.read(run / "metrics.jsonl")
@@ -472,7 +472,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run(tmp_path: Pat
     if "swanlab" in sys.modules or trackers.importlib.util.find_spec("swanlab"):
         pytest.skip("swanlab is installed here")
     with pytest.raises(UserError, match="swanlab") as caught:
-        fit(settings, tiny_run.task(settings), Launch(), log=lambda line: None)
+        fit(settings.train, tiny_run.task(settings), Launch(), log=lambda line: None)
     assert "pip install swanlab" in str(caught.value)
     assert "train.trackers=[tensorboard]" in str(caught.value)
     assert not (tmp_path / "run").exists()
@@ -492,7 +492,7 @@ def test_a_tracker_that_cannot_be_opened_or_fails_is_named(tmp_path: Path, monke
     monkeypatch.setattr(TensorBoardTracker, "log", broken)
     printed: list[str] = []
     settings = tiny_run.config(tmp_path / "other", steps=3, trackers=["tensorboard"])
-    fit(settings, tiny_run.task(settings), Launch(), log=printed.append)
+    fit(settings.train, tiny_run.task(settings), Launch(), log=printed.append)
     assert len(metrics.read(tmp_path / "other/metrics.jsonl")) == 3
     assert [line for line in printed if "left out" in line] == [
         "warning: the tracker tensorboard failed and is left out: ConnectionError: no network"

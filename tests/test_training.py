@@ -33,6 +33,7 @@ from pipeline.cache.cache import Cache
 from pipeline.config import BucketConfig, Config, OptimConfig, TrainConfig, written
 from pipeline.errors import ConfigError, IntegrityError, UserError
 from pipeline.launch import Launch
+from pipeline.loader.inputs import Inputs
 from pipeline.loader.loader import Batch, LoaderSettings
 from pipeline.models.sana import SanaTransformer
 from pipeline.parallel import collectives, data_parallel, mesh
@@ -41,7 +42,7 @@ from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize
 from pipeline.parallel.shards import local
 from pipeline.planning.expectation import Expectation
 from pipeline.training import build, checkpoint, checks, drawings, metrics, optimizers, stop_request
-from pipeline.training.inputs import Inputs, task_of
+from pipeline.training.inputs import task_of
 from pipeline.training.profiling import tracing
 from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import NonFiniteError, TrainStep, clip_factor
@@ -124,7 +125,7 @@ def test_a_rate_that_will_not_do_is_reported(options: dict[str, Any], steps: int
 def test_the_start_of_a_run_says_once_what_its_rate_will_not_do(tmp_path: Path) -> None:
     printed: list[str] = []
     settings = tiny_run.config(tmp_path, steps=3, layers=1, optim={"lr": 1e-5, "warmup_steps": 2})
-    fit(settings, tiny_run.task(settings), Launch(), log=printed.append)
+    fit(settings.train, tiny_run.task(settings), Launch(), log=printed.append)
     notes = [line for line in printed if line.startswith("note: ") and "train.optim" in line]
     assert len(notes) == 2
     assert "--set train.optim.warmup_steps=0" in notes[0]
@@ -227,7 +228,7 @@ def test_a_bad_sample_is_called_by_the_name_of_its_item(tmp_path: Path) -> None:
 
     snapshot = tiny_cache.build(tmp_path / "cache").open_snapshot()
     settings = tiny_run.config()
-    names = task_of(settings, Inputs(snapshot), Launch()).names
+    names = task_of(settings.train, Inputs(snapshot, settings.data.resolution), Launch()).names
     row = len(snapshot) - 1
     assert names([snapshot.sample_id(row), snapshot.sample_id(3), 5]) == {
         snapshot.sample_id(at): "item: " + snapshot.source_item(at)[1] for at in (row, 3)
@@ -371,7 +372,7 @@ def test_some_steps_are_traced(tmp_path: Path, named: str | int, last: int, trac
     options: dict[str, Any] = {"steps": 5, "microbatch": 8}
     plain = tiny_run.config(tmp_path / "plain", **options)
     settings = tiny_run.config(tmp_path / "traced", profile=named, **options)
-    reports = [fit(one, tiny_run.task(one), Launch(), log=lambda line: None) for one in (plain, settings)]
+    reports = [fit(one.train, tiny_run.task(one), Launch(), log=lambda line: None) for one in (plain, settings)]
     assert reports[0].loss == reports[1].loss
     assert not (tmp_path / "plain/profile").exists()
     files = list((tmp_path / "traced/profile").glob("*"))
@@ -749,7 +750,7 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(run: Path, tmp_path: P
     printed: list[str] = []
     fit_tiny(tiny_run.config(run, steps=6), resume=os.path.relpath(run), log=printed.append)
     assert any("nothing to do: 6 steps" in line for line in printed)
-    assert checkpoint.find(tiny_run.config(tmp_path / "other"), str(run)) == run / "checkpoints/step-00000006"
+    assert checkpoint.find(tmp_path / "other", str(run)) == run / "checkpoints/step-00000006"
     (tmp_path / "empty/checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match=naming(tmp_path / "empty")):
         fit_tiny(tiny_run.config(tmp_path / "c", steps=6), resume=tmp_path / "empty")
@@ -790,7 +791,9 @@ def test_settings_of_the_optimizer_come_from_the_configuration_of_today(run: Pat
     del older["patience_s"]
     del older["train"]["compile"], older["train"]["optim"]["clip"]
     older["train"]["ema"] = {"decay": 0.5}
-    assert build.changed_options(older, new) == ["train.ema: {'decay': 0.5} -> None"], "nobody set what did not exist"
+    assert tiny_run.written_of(new).changed_since(older) == ["train.ema: {'decay': 0.5} -> None"], (
+        "nobody set what did not exist"
+    )
     assert metrics.read(run / "metrics.jsonl")[-1]["lr"] == 1e-5
     model = tiny_run.model(new)
     optimizer = optimizers.build(model, new.train.optim, CPU)
@@ -990,7 +993,7 @@ def test_a_model_and_a_snapshot_that_do_not_fit(tmp_path: Path) -> None:
     settings = tiny_run.config(tmp_path / "run")
     odd = replace(tiny_run.task(settings), text_width=25)
     with pytest.raises(ConfigError, match=r"caption_channels.*24.* 25"):
-        fit(settings, odd, Launch(), log=lambda line: None)
+        fit(settings.train, odd, Launch(), log=lambda line: None)
     assert not (tmp_path / "run").exists()
 
 
@@ -1174,7 +1177,7 @@ def test_no_option_that_decides_the_run_may_differ_between_processes(
     for number, options in enumerate(({}, dict(other), {"trackers": ["tensorboard"]})):
         snapshot, given = options.pop("snapshot", "5eed"), {"steps": 1, "layers": 1, **options}
         settings = tiny_run.config(tmp_path / str(number), **given)
-        fit(settings, tiny_run.task(settings, snapshot=snapshot), Launch(), log=lambda line: None)
+        fit(settings.train, tiny_run.task(settings, snapshot=snapshot), Launch(), log=lambda line: None)
     assert compared[0] != compared[1] and compared[0] == compared[2]
 
 
@@ -1223,10 +1226,12 @@ def test_the_loaders_get_every_option(small_cache: Path, make_config: Any, tmp_p
         "text": "packed",
         "length_window": 6,
     }
-    given = ["patience_s=40", "train.device=cpu", "train.validation={samples: 2}"]
+    given = ["train.device=cpu", "train.validation={samples: 2}"]
     config = make_config(tmp_path, *given, *(f"train.{name}={value}" for name, value in options.items()))
-    snapshot, file = Cache(small_cache).open_snapshot(), tmp_path / "quarantine.jsonl"
-    task = task_of(config, Inputs(snapshot, snapshot, phase=2), Launch(rank=1, world=2), file)
+    snapshot, file = Cache(small_cache, patience_s=40).open_snapshot(), tmp_path / "quarantine.jsonl"
+    task = task_of(
+        config.train, Inputs(snapshot, config.data.resolution, snapshot, phase=2), Launch(rank=1, world=2), file
+    )
     layout = mesh.Layout(1, 2, 1, 1)
     whole = LoaderSettings(
         **options,
@@ -1292,9 +1297,9 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
 
     shared = make_config(tmp_path, *few, "train.parallel.tp_size=2")
     layout = mesh.check_sizes(shared.train.parallel, 2)
-    task_of(shared, Inputs(snapshot), Launch(world=2)).check(layout)
+    task_of(shared.train, Inputs(snapshot, shared.data.resolution), Launch(world=2)).check(layout)
     with pytest.raises(ConfigError, match=naming("--quarantine", "train.parallel.tp_size = 2")):
-        task_of(shared, Inputs(snapshot), Launch(world=2), file).check(layout)
+        task_of(shared.train, Inputs(snapshot, shared.data.resolution), Launch(world=2), file).check(layout)
 
 
 @pytest.mark.gpu

@@ -36,13 +36,13 @@ from pipeline.errors import CacheError, ConfigError, UserError
 from pipeline.launch import Launch
 from pipeline.parallel.mesh import Layout
 from pipeline.planning import trace as tracing
-from pipeline.reporting import draw_latents
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.training import checkpoint, lock, metrics, throughput, trainer
 from pipeline.training import drawings as in_training
 from pipeline.training.task import Report, TrainingTask
 from tests.support.checkpoints import load_model_state
+from tests.support.drawings import draw_prompts
 from tests.support.foreign_lock import ELSEWHERE, plant
 from tests.support.launched import results_by_case
 from tests.support.messages import naming
@@ -65,7 +65,7 @@ def settings(
 
 def run(config: Config, *, resume: str | None = None, task: TrainingTask | None = None, log: Any = None) -> Report:
     given = task or tiny_run.task(config)
-    return trainer.fit(config, given, Launch(), resume=resume, log=log or (lambda line: None))
+    return trainer.fit(config.train, given, Launch(), resume=resume, log=log or (lambda line: None))
 
 
 def files(config: Config) -> dict[int, bytes]:
@@ -326,10 +326,10 @@ def test_sizes_are_refused_before_anything_is_built(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="12288 pixels"):
         run(config, task=of(104, 128))
     assert not (tmp_path / "run").exists()
-    sizes = {size: in_training.drawn_at_once(config, of(*size)) for size in ((64, 64), (32, 32), (48, 32), (96, 128))}
+    sizes = {size: in_training.drawn_at_once(2, of(*size)) for size in ((64, 64), (32, 32), (48, 32), (96, 128))}
     assert sizes == {(64, 64): 1, (32, 32): 4, (48, 32): 2, (96, 128): 1}
-    single = config.model_copy(update={"sample": SampleConfig(guidance=1.0)})
-    assert in_training.drawn_at_once(single, of(64, 64)) == 2
+    single = replace(of(64, 64), sample=SampleConfig(guidance=1.0))
+    assert in_training.drawn_at_once(2, single) == 2
 
 
 @pytest.mark.slow
@@ -410,7 +410,7 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
 
     architecture, weights = load_model_state(output / "checkpoints/step-00000001")
     shape = (latent.channels, *[resolution // latent.compression] * 2)
-    expected = draw_latents.draw_prompts(config, architecture, weights, published, shape, torch.device("cpu"))
+    expected = draw_prompts(config, architecture, weights, published, shape)
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-5
 
     # A newer set does not take its place in a run that is resumed, unless its name is given.
@@ -448,7 +448,7 @@ def test_without_a_prompt_set_captions_of_the_snapshot_are_drawn(small: Callable
         opened.recipe(LatentRecipe).channels,
         *[config.data.resolution // opened.recipe(LatentRecipe).compression] * 2,
     )
-    pictures = draw_latents.draw_prompts(config, architecture, weights, expected, shape, torch.device("cpu"))
+    pictures = draw_prompts(config, architecture, weights, expected, shape)
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(pictures)}) <= 1e-5
 
     # A set that is published later does not take their place in a resumed run; prompts of the trigger word join them.
@@ -579,10 +579,11 @@ def test_sample_draws_in_bf16_what_the_training_drew(small: Callable[..., Config
     latents, _ = drawn(output, 1)
     folder = output / "checkpoints/step-00000001"
     document = checkpoint.read_document(folder)
-    trained = checkpoint.as_trained(small("train.precision=bf16"), document.config)
+    today = small("train.precision=bf16")
+    trained = today.model_copy(update={"train": checkpoint.as_trained(today.train, document.config)})
     latent = cache.open_snapshot().recipe(LatentRecipe)
     shape = (latent.channels, *[config.data.resolution // latent.compression] * 2)
-    expected = draw_latents.draw_prompts(trained, *load_model_state(folder), published, shape, torch.device("cpu"))
+    expected = draw_prompts(trained, *load_model_state(folder), published, shape)
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-5
 
 

@@ -28,6 +28,7 @@ from pipeline.cache.cache import Cache
 from pipeline.config import Config, EmaConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.launch import Launch
+from pipeline.loader.inputs import Inputs
 from pipeline.loader.loader import Batch, LoaderSettings
 from pipeline.loader.validation_loader import FixedOrder, ValidationLoader
 from pipeline.models.objective import FlowMatching, equidistant
@@ -35,7 +36,7 @@ from pipeline.parallel.mesh import Layout
 from pipeline.snapshots import heldout
 from pipeline.training import checkpoint, lock, metrics, trainer
 from pipeline.training.ema import EMA
-from pipeline.training.inputs import Inputs, task_of
+from pipeline.training.inputs import task_of
 from pipeline.training.task import Report, TrainingTask
 from tests.support import tiny_cache
 from tests.support.checkpoints import load_model_state
@@ -55,7 +56,7 @@ def settings(output: Path, steps: int = 3, *, every: int = 1, **train: Any) -> C
 
 def run(config: Config, *, resume: str | None = None, task: TrainingTask | None = None, log: Any = None) -> Report:
     given = task or tiny_run.task(config)
-    return trainer.fit(config, given, Launch(), resume=resume, log=log or (lambda line: None))
+    return trainer.fit(config.train, given, Launch(), resume=resume, log=log or (lambda line: None))
 
 
 def rows(config: Config) -> list[dict[str, Any]]:
@@ -505,7 +506,7 @@ def test_no_option_of_the_training_changes_the_samples(small: Callable[..., Conf
     part = cache.open_snapshot("latest.heldout")
     for other in ((), ("train.caption_drop=1.0", "train.seed=5", "train.length_window=3")):
         samples = task_of(
-            small(*other), Inputs(cache.open_snapshot(), part, phase=2 * bool(other)), Launch()
+            small(*other).train, Inputs(cache.open_snapshot(), 64, part, phase=2 * bool(other)), Launch()
         ).validation
         assert samples is not None
         parts = [(b.sample_ids, n, b.noise.clone(), b.captions.clone()) for b, n in samples(Layout(1, 1, 1, 1))]

@@ -36,11 +36,13 @@ from pipeline.cache.keys import as_keys, binary, fixed
 from pipeline.cache.layout import REPAIR, Paths, is_document
 from pipeline.cache.recipes import recipe_class
 from pipeline.cache.references import Reference, references, tables_of_head
-from pipeline.cache.snapshot import Head, RecordPlace, Snapshot, TextPlace, check_files
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import Head, TextPlace, check_files
+from pipeline.cache.snapshot_samples import RecordPlace
 from pipeline.errors import CacheError, IntegrityError
 
 OnFileRead = Callable[[int], None]
-"""Called with the size in bytes of each file that was read."""
+"""A function that takes the size in bytes of each file that was read."""
 
 
 def verify(cache: Cache, on_file_read: OnFileRead = lambda size: None) -> Iterator[Finding]:
@@ -62,7 +64,7 @@ def verify_documents(cache: Cache, on_file_read: OnFileRead = lambda size: None)
             files.damage.setdefault(name, pair.document)
             reported.add(name)
             state = f"; {pair.copy}" if pair.data is None and pair.copy != pair.document else ""
-            yield Finding(name, pair.document + ("; its copy is right" if pair.data is not None else state))
+            yield Finding(name, pair.document + ("; its copy is intact" if pair.data is not None else state))
         elif pair.copy:
             reported.add(name)
             yield Finding(Paths.copy(name), pair.copy)
@@ -106,7 +108,7 @@ def _verify_tables(cache: Cache, on_file_read: OnFileRead) -> Iterator[Finding]:
     for table, reference in sorted(needed.items(), key=lambda pair: pair[0]):
         for name in {*(table, Paths.copy(table))[: reference.stored]} - existing:
             fix = _fix_of_table(files, table, reference)
-            yield Finding(name, f"is missing, and {reference.document} refers to it", fix=fix)
+            yield Finding(name, f"is missing, but {reference.document} refers to it", fix=fix)
 
 
 WRONG, MISSING = "its bytes do not match its name", "is missing"
@@ -254,7 +256,7 @@ class _Shard:
             keys = self._keys()
             lost = self._to_repair(keys, replaced)
             if lost or not keys:
-                yield self.finding(f"the shard is missing with {len(lost) or commit.records} records", lost)
+                yield self.finding(f"the shard is missing, with {len(lost) or commit.records} records", lost)
         elif problem == WRONG:
             damaged = bad_records(self.cache, self.recipe, commit)
             bad = self._to_repair(damaged, replaced)

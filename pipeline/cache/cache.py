@@ -1,7 +1,7 @@
 """The cache as a whole: sources, recipes, plans, indexes and snapshots under one root.
 
 `Cache` is the object through which stages read and write a cache, so every rule of publication and identity is applied
-in one place.
+in one place. `CacheLocation` is what it is opened from.
 Price: only the last table, and the indexes of finished recipes, stay open between calls.
 """
 
@@ -24,9 +24,10 @@ from pipeline.cache.arrow import parquet_batches, write_parquet
 from pipeline.cache.files import Files
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import Recipe, recipe_class
-from pipeline.cache.snapshot import Head, Snapshot, check_files
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import Head, check_files
 from pipeline.cache.snapshot_lists import ENTRIES, EntryList, publish
-from pipeline.config import Config, MirrorConfig
+from pipeline.config import MirrorConfig
 from pipeline.errors import CacheError, IntegrityError, UserError
 from pipeline.retrying import PATIENCE_S
 from pipeline.urls import strip_credentials
@@ -62,7 +63,7 @@ CAPTIONS = "captions"
 def check_prompts_name(name: str) -> None:
     """Raises a UserError unless the name is allowed for a prompt set."""
     if name == CAPTIONS:
-        what = f"{name!r} cannot name a prompt set: train.pictures.prompts means captions of the snapshot by it"
+        what = f"{name!r} cannot name a prompt set: in train.pictures.prompts it means the captions of the snapshot"
         raise UserError(what, fix="--prompts-name NAME")
     _check_name(name, "a prompt set", "--prompts-name NAME")
 
@@ -79,7 +80,7 @@ def name_taken(name: str, current: str, wanted: str) -> UserError:
         f"the name {name!r} points to another snapshot already",
         expected=wanted,
         found=current,
-        fix="another name, or --move: gc removes snapshots without a name",
+        fix="use another name, or --move (gc removes snapshots that have no name)",
     )
 
 
@@ -92,7 +93,7 @@ def _refuse_other(files: Files) -> None:
         and not files.exists(Paths.FORMAT)  # looked for again: another process may have made the cache meanwhile
     ):
         raise CacheError(
-            f"{files.where('')}: is not empty and not a cache", fix="--set cache=DIR, an empty or new folder"
+            f"{files.where('')}: is neither empty nor a cache", fix="--set cache=DIR, an empty or new folder"
         )
 
 
@@ -153,6 +154,39 @@ def list_of(files: Files, name: str, body: dict[str, Any]) -> Units | index.Comm
     return index.Commits.read(files, body["commits"]) if folder == "segments" else None
 
 
+@dataclass(frozen=True)
+class CacheLocation:
+    """The address of a cache, and what it takes to reach it. The attributes are arguments of `Cache`."""
+
+    root: str
+    mirror: MirrorConfig
+    patience_s: float
+
+    def open(self, *, create: bool = False) -> Cache:
+        """Open the cache.
+
+        Raises:
+            CacheError: see `Cache`.
+        """
+        return Cache(self.root, create=create, mirror=self.mirror, patience_s=self.patience_s)
+
+    def open_if_there(self) -> Cache | None:
+        """Open the cache; None if it does not exist yet.
+
+        Raises:
+            CacheError: the folder has other files, so that no cache can be made there.
+        """
+        files = Files(self.root, self.mirror, self.patience_s)
+        if files.exists(Paths.FORMAT):
+            return self.open()
+        _refuse_other(files)
+        return None
+
+    def open_others(self, roots: Iterable[str]) -> list[Cache]:
+        """Open further caches, which are reached in the same way."""
+        return [replace(self, root=root).open() for root in roots]
+
+
 class Cache:
     """A cache folder.
 
@@ -160,7 +194,7 @@ class Cache:
         root: its path, or the URL of a place in an object store.
         create: make it if it does not exist; whether files can be published there is tested first.
         mirror: local folder and size for copies of an object store's files; None for the default.
-        patience_s: how long to wait for an object store or network file system that does not answer.
+        patience_s: seconds to wait for an object store or network file system that does not answer.
 
     Raises:
         CacheError: there is no cache (and `create` is false), or it is of another format or version.
@@ -203,28 +237,10 @@ class Cache:
         files = self.files
         return os.path.realpath(files.root) if files.on_disk else strip_credentials(self.location)
 
-    @classmethod
-    def of(cls, config: Config, *, create: bool = False) -> Cache:
-        """The cache that a configuration names."""
-        return cls(config.cache, create=create, mirror=config.mirror, patience_s=config.patience_s)
-
-    @classmethod
-    def others_of(cls, config: Config) -> list[Cache]:
-        """The caches that `bucket.caches` names."""
-        return [cls(root, mirror=config.mirror, patience_s=config.patience_s) for root in config.bucket.caches]
-
-    @classmethod
-    def if_there(cls, config: Config) -> Cache | None:
-        """The cache that a configuration names; None if it does not exist yet.
-
-        Raises:
-            CacheError: the folder has other files, so that no cache can be made there.
-        """
-        files = Files(config.cache, config.mirror, config.patience_s)
-        if files.exists(Paths.FORMAT):
-            return cls.of(config)
-        _refuse_other(files)
-        return None
+    @property
+    def patience_s(self) -> float:
+        """Seconds to wait for storage that does not answer."""
+        return self.files.patience_s
 
     @property
     def root(self) -> Path:
@@ -367,7 +383,7 @@ class Cache:
         name = Paths.numbered(Paths.plans(recipe), number)
         if index.committed(self.files, recipe, number) and not self.files.exists(name):
             raise IntegrityError(
-                f"{self.files.where(name)}: is missing with its copy, and there are commits of its units",
+                f"{self.files.where(name)}: is missing, as is its copy, but there are commits of its units",
                 fix=f"{layout.REPAIR}, then {layout.way_out(name)}",
             )
         body: dict[str, Any] = {"recipe": recipe, "number": number, "table": self.put_table(table)}
@@ -471,9 +487,9 @@ class Cache:
         except CacheError as error:
             if not set(self.names_of(snapshot_id)) - set(MOVING):
                 raise CacheError(
-                    f"{self.location}: snapshot {snapshot_id[:12]} has no name that stays, so that gc on another "
-                    f"machine may remove it during the training, and none can be written here: {error.what}",
-                    fix=f"where the cache can be written: sana-pipe snapshots name {snapshot_id[:12]} NAME",
+                    f"{self.location}: snapshot {snapshot_id[:12]} has no permanent name, so gc on another "
+                    f"machine may remove it during the training, and no name can be written here: {error.what}",
+                    fix=f"on a machine that can write to the cache: sana-pipe snapshots name {snapshot_id[:12]} NAME",
                 ) from None
 
     def forget_name(self, name: str) -> str:

@@ -77,7 +77,7 @@ class Codec:
         begin = 2 * (channels + tokens)
         if len(data) != begin + into.size:
             raise IntegrityError(
-                f"{where} has another length than int8 of shape {into.shape}",
+                f"{where} does not have the length of int8 values of shape {into.shape}",
                 expected=begin + into.size,
                 found=len(data),
             )
@@ -155,7 +155,10 @@ class Measured:
         back = np.empty(bits.shape, np.uint16)
         codec.decode(payload, back, "a new record")
         if codec.storage == LOSSLESS and not np.array_equal(back, bits):
-            raise IntegrityError("a lossless record does not decode to what was encoded", fix="check zstandard and RAM")
+            raise IntegrityError(
+                "a lossless record does not decode to what was encoded",
+                fix="check the zstandard package, and the memory of this machine",
+            )
         true = tokens_of(to_float(bits), codec.by_row).astype(np.float64)
         error = tokens_of(to_float(back), codec.by_row) - true
         signal, noise = (true * true).sum(axis=1), (error * error).sum(axis=1)
@@ -240,7 +243,7 @@ def _join(data: memoryview, into: np.ndarray, where: str) -> None:
     except zstandard.ZstdError as error:
         raise IntegrityError(f"{where}: its exponents cannot be decompressed: {error}") from None
     if size != count or len(exponents) != count:
-        raise IntegrityError(f"{where}: holds another number of exponents", expected=count, found=size)
+        raise IntegrityError(f"{where}: has the wrong number of exponents", expected=count, found=size)
     bits = np.frombuffer(exponents, np.uint8).astype(np.uint16)
     bits <<= 7
     mantissas = np.frombuffer(data, np.uint8, count).astype(np.uint16)

@@ -12,7 +12,8 @@ import numpy as np
 
 from pipeline.cache.cache import Cache
 from pipeline.cache.recipes import pictures_of
-from pipeline.cache.snapshot import CHUNK_ROWS, Columns, Snapshot
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_samples import CHUNK_ROWS, Columns
 from pipeline.errors import IntegrityError
 
 

@@ -27,7 +27,7 @@ _SECRETS = {
     "http": """write "machine HOST login USER password PASSWORD" into ~/.netrc, and """
     """export FSSPEC_HTTP='{"client_kwargs": {"trust_env": true}}'""",
 }
-"""How to pass credentials, by the driver's extra."""
+"""Ways to pass credentials, by the driver's extra."""
 
 _UNNAMED = (
     "check the address, the region and the credentials (for S3: AWS_ENDPOINT_URL, AWS_DEFAULT_REGION and "
@@ -37,7 +37,7 @@ _UNNAMED = (
 credentials and for another region."""
 
 CHANGE_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
-"""Keys under which drivers describe when a file was written."""
+"""Keys of the time at which a file was written; drivers differ."""
 
 PAGE = 1000
 """Files that S3 lists at a time; a store may send fewer."""
@@ -70,7 +70,7 @@ class Connection:
     Args:
         url: with a scheme that fsspec knows.
         error: the type of errors that concern the store as a whole.
-        patience_s: how long to wait for a store that does not answer.
+        patience_s: seconds to wait for a store that does not answer.
         options: for the driver.
 
     Attributes:
@@ -192,7 +192,7 @@ class Connection:
             if not page.get("IsTruncated"):
                 return
             if not page.get("NextContinuationToken"):
-                raise RequestFailed("the store sent a part of the listing, and no token for the rest")
+                raise RequestFailed("the store sent a part of the listing, but no token for the rest")
             wanted["ContinuationToken"] = page["NextContinuationToken"]
 
     def _find_below(self, folder: str) -> dict[str, dict[str, Any]]:
@@ -205,7 +205,7 @@ class Connection:
             except FileNotFoundError as error:
                 if current == folder:
                     raise
-                raise RequestFailed(f"{current} was listed and does not exist") from error
+                raise RequestFailed(f"{current} was listed but does not exist") from error
             for info in entries:
                 path = str(info["name"]).rstrip("/")
                 if info["type"] != "directory":

@@ -47,10 +47,10 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
         if owner.startswith(PACKED):
             plan = Paths.numbered(Paths.plans(owner), 0)
             if files.unit_names(Paths.units(owner, 0)) and not files.exists(plan):
-                yield Finding(plan, "is missing, and there are commits of its units")
+                yield Finding(plan, "is missing, but there are commits of its units")
             continue
         if owner not in recipes:
-            problem = "is missing, and there are plans, commits or shards of this recipe"
+            problem = "is missing, but there are plans, commits or shards of this recipe"
             yield Finding(Paths.recipe(owner), problem, fix=ENCODE)
         gap = list(_gap(cache, Paths.plans(owner)))
         yield from gap
@@ -83,10 +83,10 @@ def _snapshot_contradictions(cache: Cache) -> Iterator[Finding]:
     heads = set(cache.files.names("snapshots"))
     for snapshot, name in sorted(named_snapshots(cache).items()):
         if f"{snapshot}.json" not in heads:
-            problem = f"is missing, and {Paths.names(name)} refers to it"
+            problem = f"is missing, but {Paths.names(name)} refers to it"
             yield Finding(Paths.snapshot(snapshot), problem, fix=fix_of_head(name))
     if heads and not any(cache.files.names(Paths.names(name)) for name in cache.snapshot_names()):
-        yield Finding("names", "there are snapshots, and no name points to any", fix=BUCKET)
+        yield Finding("names", "there are snapshots, but no name points to any of them", fix=BUCKET)
 
 
 def _gap(cache: Cache, folder: str) -> Iterator[Finding]:
@@ -119,7 +119,7 @@ def _work_contradictions(cache: Cache, owner: str) -> Iterator[Finding]:
     for number, units in sorted(committed.items()):
         plan = Paths.numbered(Paths.plans(owner), number)
         if number not in planned:
-            yield Finding(plan, "is missing, and there are commits of its units", owner, number)
+            yield Finding(plan, "is missing, but there are commits of its units", owner, number)
         elif (unit := next((unit for unit in units if unit not in planned[number]), None)) is not None:
             yield Finding(plan, f"does not list unit {unit}, which is committed", owner, number, unit, fix=BACKUP)
     uncommitted = [name for name in others if PurePosixPath(name).stem not in made]

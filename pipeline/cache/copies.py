@@ -36,7 +36,7 @@ def inspect(files: Files, name: str) -> Pair:
     """Read a document and its copy."""
     first, second = _read(files, name, name), _read(files, name, Paths.copy(name))
     if isinstance(first, bytes) and isinstance(second, bytes) and first != second:
-        what = f"{files.where(name)}: differs from its copy, and both are whole"
+        what = f"{files.where(name)}: differs from its copy, although both are intact"
         return Pair(what, what, None)
     document = "" if isinstance(first, bytes) else first
     copy = second if isinstance(second, str) else ""

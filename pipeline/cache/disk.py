@@ -286,7 +286,10 @@ def check_digest(path: Path, digest: str) -> None:
     actual = file_digest(path)
     if actual != digest:
         raise IntegrityError(
-            f"{path}: reads back other bytes than were written", expected=digest, found=actual, fix="check the disk"
+            f"{path}: the bytes read back are not those that were written",
+            expected=digest,
+            found=actual,
+            fix="check the disk",
         )
 
 

@@ -46,7 +46,7 @@ class Files:
     Args:
         root: a folder, or a URL with a scheme that fsspec knows (`file://` is a folder).
         mirror: the folder for local copies of objects, and its size.
-        patience_s: how long to wait for a network file system or object store that does not answer.
+        patience_s: seconds to wait for a network file system or object store that does not answer.
 
     Attributes:
         on_disk: whether they are in a folder.
@@ -363,7 +363,7 @@ class Files:
         entry = self.store.stat(name)
         self.store.remove(name)
         if entry is None:
-            raise CacheError(f"{self.where(name)}: was written and cannot be found")
+            raise CacheError(f"{self.where(name)}: was written but cannot be found")
         return entry.modified
 
     def freshen(self, name: str) -> bool:
@@ -436,7 +436,7 @@ class Files:
         """
         body = layout.unseal(data, self.where(name))
         if other := layout.contradicts_name(name, body):
-            raise IntegrityError(f"{self.where(name)}: is another document", found=other, fix=layout.REPAIR)
+            raise IntegrityError(f"{self.where(name)}: is a different document", found=other, fix=layout.REPAIR)
         return body
 
     def mapped(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pipeline.cache.cache import MOVING, Cache
 from pipeline.cache.disk import raise_if_of_machine
 from pipeline.cache.layout import BUCKET, PACKED, REPAIR, Paths
-from pipeline.cache.snapshot import Head
+from pipeline.cache.snapshot_head import Head
 from pipeline.config import setting
 from pipeline.errors import AwayError, CacheError, NoSpaceError, ResourceError
 

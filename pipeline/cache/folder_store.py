@@ -167,7 +167,7 @@ class FolderStore:
                 return None
             return FileEntry(name, status.st_size, status.st_mtime)
 
-        return self._ask(name, look, "looked for")
+        return self._ask(name, look, "looked up")
 
     def _ask(self, name: str, ask: Callable[[], T], action: str) -> T:
         try:

@@ -18,11 +18,11 @@ from pipeline.cache.disk import STALE_TMP_S
 from pipeline.cache.findings import damage_only, packs
 from pipeline.cache.keys import Digests
 from pipeline.cache.references import references
-from pipeline.cache.snapshot import Head
+from pipeline.cache.snapshot_head import Head
 from pipeline.errors import CacheError, IntegrityError
 
 REREAD_S = 60.0
-"""How long one reading of the references serves for removals."""
+"""Seconds for which one reading of the references serves for removals."""
 
 Unneeded = tuple[str, int, str]
 """A file, its size in bytes, and why nothing needs it."""
@@ -47,7 +47,7 @@ def unneeded(cache: Cache, older_than_s: float = STALE_TMP_S, now: float | None 
         raise IntegrityError(
             f"{cache.files.where(contradiction.path)}: {contradiction.problem}",
             expected="a whole cache",
-            fix=f"{contradiction.fix}; where work was stopped before its end: sana-pipe encode --data DIR",
+            fix=f"{contradiction.fix}; if work was stopped before its end: sana-pipe encode --data DIR",
         )
     before = (cache.files.now() if now is None else now) - older_than_s
     needed = Needed(cache, before)
@@ -151,8 +151,8 @@ class Needed:
         if folder == "claims":
             return "claimed by a worker that died"
         if folder == "fragments" and path.parts[1] not in self.being_scanned:
-            return "of a scan that ended long ago"
+            return "left by a scan that ended long ago"
         if folder == "snapshots" and name not in self.heads:
             return "no name points to this snapshot"
         merged = folder == "units" and "/".join(path.parts[:3]) in self.merged
-        return "its plan's segment stands for it" if merged else None
+        return "merged into the segment of its plan" if merged else None

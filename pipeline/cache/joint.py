@@ -20,7 +20,7 @@ from pipeline.cache.codec import PLAIN
 from pipeline.cache.files import Files
 from pipeline.cache.recipes import Recipe, caption_of, records_schema
 from pipeline.cache.shard import TarWriter, npy_header, to_ipc
-from pipeline.cache.snapshot import NAMES, samples_schema
+from pipeline.cache.snapshot_samples import NAMES, samples_schema
 
 NULL = f"{layout.META}/null"
 

@@ -1,4 +1,4 @@
-"""16-byte keys as numpy arrays and Arrow columns, digests of many texts at a time, and rows found by their key.
+"""16-byte keys as numpy arrays and Arrow columns, and digests of many texts at a time.
 
 The keys of a single picture or caption are in `pipeline.cache.recipes`. An item costs four digests in `bucket`; framing
 in Arrow leaves one call of xxhash for each.
@@ -6,19 +6,15 @@ in Arrow leaves one call of xxhash for each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from pipeline.cache.arrow import batches
 from pipeline.cache.layout import framed
-
-if TYPE_CHECKING:
-    from pipeline.cache.scratch import Scratch
 
 BATCH = 1 << 16
 """Keys that are looked up at a time."""
@@ -196,46 +192,3 @@ def digests_of(start: bytes, *columns: pa.Array | pa.Scalar) -> np.ndarray:
     first, separator = pa.scalar(start, pa.large_binary()), pa.scalar(b"", pa.large_binary())
     joined = pc.binary_join_element_wise(first, *columns, separator).to_pylist()
     return np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, joined)), "S16")
-
-
-class ItemRows:
-    """Finds rows of a table by their item.
-
-    Args:
-        table: with a column `item`.
-    """
-
-    def __init__(self, table: pa.Table, scratch: Scratch):
-        self.table = table
-        types = {"high": np.uint64, "low": np.uint64, "start": np.int64, "row": np.int64}
-        found = scratch.arrays(_by_item(table, scratch), types)
-        self._keys, self._starts, self._rows = SortedKeys(found["high"], found["low"]), found["start"], found["row"]
-
-    def find(self, items: Sequence[str]) -> np.ndarray:
-        """Rows (n,) int64 of items, of equal items the last; -1 where absent."""
-        groups = self._keys.find(item_keys(items))
-        rows, there = np.full(len(groups), -1, np.int64), groups >= 0
-        rows[there] = self._rows[self._ends(groups[there]) - 1]
-        return rows
-
-    def every(self, items: Sequence[str]) -> list[list[int]]:
-        """List all rows of each item, ascending."""
-        groups, result = self._keys.find(item_keys(items)), list[list[int]]([] for _ in items)
-        (there,) = np.nonzero(groups >= 0)
-        starts, ends = self._starts[groups[there]], self._ends(groups[there])
-        for at, start, end in zip(there.tolist(), starts.tolist(), ends.tolist(), strict=True):
-            result[at] = self._rows[start:end].tolist()
-        return result
-
-    def _ends(self, groups: np.ndarray) -> np.ndarray:
-        """Return where the rows of groups end."""
-        following = np.minimum(groups + 1, len(self._starts) - 1)
-        return np.where(groups + 1 < len(self._starts), self._starts[following], len(self._rows))
-
-
-def _by_item(table: pa.Table, scratch: Scratch) -> Iterator[dict[str, np.ndarray]]:
-    before, parts = 0, batches(table.select(["item"]))
-    for keys, rows, first in scratch.by_key(item_keys(part.column("item").to_pylist()) for part in parts):
-        high, low = halves(keys[first])
-        yield {"high": high, "low": low, "start": before + np.flatnonzero(first), "row": rows}
-        before += len(rows)

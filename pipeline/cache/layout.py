@@ -180,12 +180,12 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
     except (ValueError, KeyError, RecursionError) as error:
         raise IntegrityError(f"{where}: not a document of this cache: {error}", fix=REPAIR) from None
     if not intact:
-        raise IntegrityError(f"{where}: its bytes are not those of its values and their digest", fix=REPAIR)
+        raise IntegrityError(f"{where}: its bytes do not match its values and their digest", fix=REPAIR)
     if body.pop("format", None) != FORMAT:
         raise CacheError(f"{where}: is not a {FORMAT} document")
     if (version := body.pop("version", None)) != VERSION:
         raise CacheError(
-            f"{where}: is of format version {version}; this sana-pipe reads version {VERSION}",
+            f"{where}: has format version {version}; this sana-pipe reads version {VERSION}",
             fix="use the version of sana-pipe that wrote it",
         )
     return body

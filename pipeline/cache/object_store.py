@@ -57,7 +57,7 @@ class ObjectStore:
     Args:
         url: of the cache.
         mirror: the folder for local copies and its size.
-        patience_s: how long to wait for a store that does not answer.
+        patience_s: seconds to wait for a store that does not answer.
 
     Raises:
         CacheError: see `Connection`.
@@ -87,8 +87,8 @@ class ObjectStore:
         self._refuse_web(name)
         if not has_own(self.fs, "pipe_file"):
             raise CacheError(
-                f"{self.url}: the fsspec driver for this scheme has no conditional put: it looks first and writes "
-                "then, so that two writers can both succeed",
+                f"{self.url}: the fsspec driver for this scheme has no conditional put: it looks first and then "
+                "writes, so that two writers can both succeed",
                 fix="put the cache on a disk, NFS or S3",
             )
         created = self.create(name, data)  # if this fails there is nothing to remove
@@ -126,7 +126,7 @@ class ObjectStore:
     def _check_stored(self, name: str, data: bytes | Path) -> None:
         if isinstance(data, bytes):
             if self.read(name) != data:
-                raise IntegrityError(f"{self.where(name)}: reads back other bytes than were written")
+                raise IntegrityError(f"{self.where(name)}: the bytes read back are not those that were written")
             return
         entry, size = self.stat(name), data.stat().st_size
         if entry is None or entry.size != size:
@@ -186,7 +186,7 @@ class ObjectStore:
         piece: bytes = self._ask(name, lambda path: self.fs.cat_file(path, start=offset, end=offset + length))
         if len(piece) != length:
             raise CacheError(
-                f"{self.where(name)}: the server sent another range than was asked for",
+                f"{self.where(name)}: the server sent a different range from the one that was asked for",
                 expected=f"{length} bytes from {offset}",
                 found=f"{len(piece)} bytes",
             )

@@ -23,7 +23,9 @@ from pipeline.cache.index import as_keys
 from pipeline.cache.layout import Paths
 from pipeline.cache.recipes import CaptionRecipe
 from pipeline.cache.shard import ShardReader, from_ipc, to_ipc
-from pipeline.cache.snapshot import Caption, Snapshot, TextPlace
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import TextPlace
+from pipeline.cache.snapshot_samples import Caption
 from pipeline.errors import CacheError, IntegrityError
 
 NAME = "prompts"
@@ -40,7 +42,7 @@ sees the first `valid`."""
 
 
 TRIGGER_PLACE = r"(?i)[\[{<]trigger(?:[ _-]?word)?[\]}>]"
-"""Where other trainers put the trigger word into a caption: `[trigger]`."""
+"""The placeholder of other trainers for the trigger word in a caption: `[trigger]`."""
 
 
 def filled(text: str, word: str) -> str:
@@ -182,14 +184,14 @@ def open_prompts(cache: Cache, name: str | None, recipe: CaptionRecipe) -> Promp
     fix = "sana-pipe encode --prompts FILE" + (f" --prompts-name {wanted}" if wanted != NAME else "")
     if sets:
         raise CacheError(
-            f"{cache.location}: the prompt set {wanted!r} was encoded by another text recipe (wanted | stored)",
+            f"{cache.location}: the prompt set {wanted!r} was encoded with another text recipe (wanted | stored)",
             found="; ".join(recipe.difference(sets[0].recipe)),
             fix=f"{fix}, with the text encoder of the snapshot",
         )
     raise CacheError(
         f"{cache.location}: holds no prompt set {wanted!r}",
         expected=", ".join(names(cache)) or "(none)",
-        fix=f"{fix} (`--prompts default`: five prompts of ours)",
+        fix=f"{fix} (`--prompts default`: five prompts that come with sana-pipe)",
     )
 
 

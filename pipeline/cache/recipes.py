@@ -38,7 +38,7 @@ class Recipe:
         kind: the name of the kind.
         axes: names of a record's dimensions; they are columns of its table. First `channels`: a token is a position,
             else a row (see `pipeline.cache.codec`).
-        storage: how the values are stored; see `pipeline.cache.codec`.
+        storage: form in which the values are stored; see `pipeline.cache.codec`.
         bf16: whether values are bits of bf16; otherwise they are plain uint16 and always stored as they are.
     """
 

@@ -14,7 +14,7 @@ from pipeline.cache import index
 from pipeline.cache.cache import FORGOTTEN, Cache
 from pipeline.cache.findings import fix_of_snapshot, named_snapshots, skip_damaged
 from pipeline.cache.layout import ENCODE, PROMPTS, REPAIR, Paths, is_document, numbers_of
-from pipeline.cache.snapshot import Head
+from pipeline.cache.snapshot_head import Head
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Reference:
         files: paths of tables and shards. Going through them reads the document, and raises a CacheError if it is
             damaged.
         fix: what makes a lost table again.
-        stored: how often each table is: twice, once (it can be made from shards), or 0: it may be missing.
+        stored: copies of each table: 2, 1 (it can be made from shards), or 0 (it may be missing).
     """
 
     document: str

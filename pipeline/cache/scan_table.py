@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 from pipeline.cache.layout import digest
 
 PLACE = pa.schema([("item", pa.string()), ("part", pa.string()), ("where", pa.string()), ("digest", pa.binary(16))])
-"""Where the bytes of a picture are (a `pipeline.sources.source.Place`), and their digest."""
+"""The place of a picture's bytes (a `pipeline.sources.source.Place`), and their digest."""
 
 _FURTHER = [field.with_type(pa.binary()) if field.name == "digest" else field for field in PLACE]
 """A list of structs with a column of fixed size has other bytes in Parquet files of pyarrow 26 than of earlier ones."""

@@ -346,7 +346,7 @@ class ShardReader:
             expected: the checksum, 16 bytes.
             into: C-contiguous uint16 array of the record's shape, for the bf16 bits.
             length: of the payload in bytes; required for storages other than plain bf16.
-            attempts: how often to read; the last time the shard is reopened.
+            attempts: number of readings; before the last the shard is reopened.
 
         Raises:
             IntegrityError: the bytes are too few or wrong; names shard, record and offset.
@@ -585,7 +585,7 @@ def read_head(files: Files, name: str) -> dict[str, Any]:
     except (tarfile.TarError, ValueError, RecursionError) as error:
         raise NotAShardError(f"{files.where(name)}: not a shard: {error}") from None
     if member.name != f"{layout.META}/head" or not isinstance(head, dict) or "unit" not in head:
-        raise NotAShardError(f"{files.where(name)}: not a shard of this format: it does not say what it is")
+        raise NotAShardError(f"{files.where(name)}: not a shard of this format: it does not begin with its description")
     return head
 
 

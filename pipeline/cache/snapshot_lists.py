@@ -33,7 +33,7 @@ ENTRIES = 1 << 12
 
 
 Form = tuple[Callable[[Any], Any], Callable[[Any], Any]]
-"""How a field is written: JSON to value, value to JSON."""
+"""The conversions of a field: JSON to value, value to JSON."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from pipeline.cache.cache import Cache
 from pipeline.cache.findings import damage_only, packs, recipe_names
 from pipeline.cache.keys import Digests
 from pipeline.cache.layout import REPAIR, Paths
-from pipeline.cache.snapshot import Snapshot, check_files
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import check_files
 from pipeline.errors import CacheError
 from pipeline.urls import strip_credentials
 

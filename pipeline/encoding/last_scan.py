@@ -17,7 +17,8 @@ import pyarrow.compute as pc
 
 from pipeline.cache import arrow
 from pipeline.cache.cache import Cache
-from pipeline.cache.keys import ItemRows, fixed
+from pipeline.cache.item_rows import ItemRows
+from pipeline.cache.keys import fixed
 from pipeline.cache.scan_table import SCAN
 from pipeline.errors import IntegrityError, UserError
 from pipeline.images import decoding

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.keys import ItemRows
+from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.scan_table import further_places
 from pipeline.config import setting
 from pipeline.errors import escaped

@@ -317,10 +317,10 @@ def reopen(cache: Cache, name: str, config: DataConfig, location: str | None = N
     """
     scan = cache.last_scan(name)
     if scan is not None:
-        return detect.reopen(scan, as_read(config, scan), name, location, cache.files.patience_s)
+        return detect.reopen(scan, as_read(config, scan), name, location, cache.patience_s)
     if location is None:
         raise UserError(f"no source {name!r} was encoded into this cache", found=", ".join(cache.sources()))
-    return detect.open_source(location, config, name, patience_s=cache.files.patience_s)
+    return detect.open_source(location, config, name, patience_s=cache.patience_s)
 
 
 def _judged(table: pa.Table, refuse: Callable[[int, int], str | None]) -> pa.Table:

@@ -19,7 +19,8 @@ from pipeline.errors import AwayError, UserError
 
 T = TypeVar("T")
 OnRead = Callable[[Callable[[], str]], None]
-"""Called when a thread starts an operation; the argument returns its description for error messages."""
+"""A function that a thread calls when it starts an operation; the argument returns the operation's description for
+error messages."""
 _JOIN_S = 5.0
 
 
@@ -39,10 +40,10 @@ class BatchPrefetch(Generic[T]):
         work: (step, on_read) -> result; calls `on_read` before each operation that may block.
         first, stop: the first step, and the step before which to stop (None: never).
         threads: number of threads.
-        steps: how many steps are read ahead at most (None: no limit).
+        steps: limit on the steps that are read ahead; None: no limit.
         limit: no step is begun while the results that are ready have this many bytes; one step is always in work.
         size: bytes of a result.
-        timeout_s: how long one operation of a thread may take while the consumer waits for its step.
+        timeout_s: seconds that one operation of a thread may take while the consumer waits for its step.
 
     Attributes:
         bytes: of the results that are ready.
@@ -112,7 +113,7 @@ class BatchPrefetch(Generic[T]):
                 f"{describe()} takes too long",
                 expected=f"less than {self._timeout:g} s",
                 found=f"{time.monotonic() - began:.1f} s so far, and no answer",
-                fix="look at the disk or the network file system, or set patience_s to wait longer",
+                fix="check the disk or the network file system, or set patience_s to wait longer",
             )
         if not any(thread.is_alive() for thread in self._threads):
             raise RuntimeError(f"the loader's threads ended before step {step}")

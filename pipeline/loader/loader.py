@@ -105,7 +105,7 @@ class LoaderSettings:
 
     seed: int
     phase: int
-    """With the seed, the key of the order and of all draws."""
+    """Number of the phase: with the seed, the key of the order and of all draws."""
     length_window: int = 0
     """See `Planner`."""
     start_step: int = 0
@@ -132,11 +132,11 @@ class LoaderSettings:
     threads: int
     """Reading threads."""
     prefetch_mib: int = 128
-    """No further step is begun while the steps read ahead occupy this many MiB."""
+    """MiB of steps read ahead from which on no further step is begun."""
     pin: bool = False
     """Buffers in page-locked memory."""
     timeout_s: float = 300.0
-    """How long one read may take while the training loop waits for it."""
+    """Seconds that one read may take while the training loop waits for it."""
     quarantine: Path | str | None = None
     """Replace samples with a record that stays wrong after one re-read, and write them to this file (see
     `pipeline.loader.quarantine`); None: stop the run."""
@@ -175,7 +175,7 @@ class Loader:
     Attributes:
         substituted: samples of the yielded batches that stand for others.
         null: (rows, D) uint16, bf16 bits of the null record.
-        readers: by kind of record.
+        readers: readers by kind of record.
 
     Raises:
         ConfigError: `world` does not divide a global batch.

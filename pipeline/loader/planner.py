@@ -15,7 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeline.cache.snapshot import Columns, Places, Snapshot, taken
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_samples import Columns, Places, taken
 from pipeline.loader import randomness
 from pipeline.loader.length_grouping import LengthGrouping
 from pipeline.loader.schedule import Schedule, ScheduledBatch, permute

@@ -48,7 +48,7 @@ class Quarantine:
             {**asdict(entry), "sample": f"{entry.sample:016x}", "by": f"{entry.by:016x}"} for entry in unreadable
         ]
         with (
-            writing(self.path, "--quarantine FILE where you may write", again="--resume auto"),
+            writing(self.path, "--quarantine FILE in a folder that you may write to", again="--resume auto"),
             open(self.path, "a", encoding="utf-8") as file,
         ):
             fcntl.lockf(file, fcntl.LOCK_EX)  # other ranks write to it, perhaps from other nodes

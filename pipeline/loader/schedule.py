@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from pipeline.cache.snapshot import Head
+from pipeline.cache.snapshot_head import Head
 from pipeline.errors import CacheError
 
 _ROUNDS = 6
 _SMALL = 1 << 15
 """Permutations up to this size are computed whole and cached, at most 16 MiB of them."""
 _FEW = 20
-"""Up to so many indexes are permuted faster one by one than as an array."""
+"""Indexes up to which one by one is faster than an array."""
 _MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
 _LAST = np.uint64(31)
 """Shifts and factors of SplitMix64's finaliser (Steele, Lea and Flood, 2014), the round function of `permute`."""
@@ -161,7 +161,7 @@ class Blocks:
 
 
 GROUP = 64
-"""About so many batches are permuted together in a block order."""
+"""Batches that are permuted together in a block order, roughly."""
 
 
 def interleaved(slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str) -> tuple[np.ndarray, np.ndarray]:
@@ -372,7 +372,7 @@ class Schedule:
     ):
         if small not in ("carry", "drop"):
             raise CacheError(
-                f"the snapshot was made with bucket.remainder = {small}, which this version does not have",
+                f"the snapshot was made with bucket.remainder = {small}, which this version does not know",
                 expected="carry or drop",
                 fix="train on a new snapshot (sana-pipe bucket), or with the version of sana-pipe that made this one",
             )

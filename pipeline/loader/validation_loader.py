@@ -22,7 +22,7 @@ class FixedOrder:
 
     Args:
         counts: samples per bucket.
-        samples: how many to take; fewer if there are not as many.
+        samples: number to take; fewer if there are not as many.
         batch: global batch.
         seed: key of the choice.
     """

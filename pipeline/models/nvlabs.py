@@ -23,8 +23,8 @@ from torch import Tensor
 from pipeline.config import setting
 from pipeline.errors import UserError, not_permitted
 from pipeline.models import hub
-from pipeline.models.sana_config import SanaConfig, read_config
 from pipeline.models.sana_layers import position_embedding
+from pipeline.models.sana_shape import SanaShape, read_config
 
 BUFFERS = ("pos_embed", "y_embedder.y_embedding")
 """Buffers of their model that ours lacks: a computed table, and rows that take the place of a dropped caption. Their
@@ -97,7 +97,7 @@ def parts(names: Iterable[str]) -> dict[str, list[str]]:
     return tensors
 
 
-def buffers(config: SanaConfig, text_rows: int) -> dict[str, Tensor]:
+def buffers(config: SanaShape, text_rows: int) -> dict[str, Tensor]:
     """`BUFFERS` as their model makes them: the table of positions (zeros in a model that adds none), random rows."""
     side, width = config.sample_size // config.patch_size, config.inner_dim
     table = torch.zeros(side * side, width)
@@ -107,7 +107,7 @@ def buffers(config: SanaConfig, text_rows: int) -> dict[str, Tensor]:
     return dict(zip(BUFFERS, (table[None], rows / config.caption_channels**0.5), strict=True))
 
 
-def read(path: Path, variant: str | None = None) -> tuple[SanaConfig, dict[str, Tensor], str]:
+def read(path: Path, variant: str | None = None) -> tuple[SanaShape, dict[str, Tensor], str]:
     """The model's shape, its tensors (mapped from the file) by NVlabs' names, and what else the file holds, in words.
     variant: of several models in one `.pth`, the name of the one to be read, such as `state_dict_ema`."""
     stored, note = _open(path, variant)
@@ -173,7 +173,7 @@ def _models(content: Any, name: str = "", depth: int = 3) -> Iterator[tuple[str,
         yield from _models(value, f"{name}.{key}" if name else str(key), depth - 1)
 
 
-def config_of(path: Path, stored: Mapping[str, Tensor]) -> SanaConfig:
+def config_of(path: Path, stored: Mapping[str, Tensor]) -> SanaShape:
     shapes = {name: tuple(part.shape) for name, part in stored.items()}
     try:
         width, channels, patch = shapes["x_embedder.proj.weight"][:3]
@@ -214,7 +214,7 @@ def config_of(path: Path, stored: Mapping[str, Tensor]) -> SanaConfig:
             fix=f"take the weights of SANA-1.5; if it is another model, put its diffusers config.json at {beside}",
         )
     side, scale = _positions(path, stored)
-    return SanaConfig(
+    return SanaShape(
         in_channels=channels,
         out_channels=out,
         num_layers=depth,

@@ -12,17 +12,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.sana_config import DIFFUSERS, Numerics, SanaConfig
 from pipeline.models.sana_control import SanaControlNet
 from pipeline.models.sana_init import initial_value
 from pipeline.models.sana_layers import ModulatedNorm, SanaEnds, SanaTransformerBlock
+from pipeline.models.sana_shape import DIFFUSERS, Numerics, SanaControlNetShape, SanaShape
 from pipeline.models.sana_stage import SanaStage
+
+
+def parameter_shapes(shape: SanaShape) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter of a transformer or a ControlNet, in the model's order."""
+    with torch.device("meta"):
+        if isinstance(shape, SanaControlNetShape):
+            module: nn.Module = SanaControlNet(shape, DIFFUSERS)
+        else:
+            module = SanaTransformer(shape)
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 class SanaTransformer(SanaEnds):
     """Sana's transformer. `config` is its shape."""
 
-    def __init__(self, config: SanaConfig, numerics: Numerics = DIFFUSERS):
+    def __init__(self, config: SanaShape, numerics: Numerics = DIFFUSERS):
         super().__init__()
         self.config, self.numerics = config, numerics
         dim = config.inner_dim
@@ -98,7 +108,7 @@ class SanaTransformer(SanaEnds):
         return self.head(hidden, embedded, height, width)
 
     @classmethod
-    def on_meta(cls, config: SanaConfig, numerics: Numerics = DIFFUSERS) -> SanaTransformer:
+    def on_meta(cls, config: SanaShape, numerics: Numerics = DIFFUSERS) -> SanaTransformer:
         """The model without memory: names and shapes only."""
         with torch.device("meta"):
             return cls(config, numerics)
@@ -106,7 +116,7 @@ class SanaTransformer(SanaEnds):
     @classmethod
     @torch.no_grad()
     def from_scratch(
-        cls, config: SanaConfig, seed: int, dtype: torch.dtype = torch.float32, numerics: Numerics = DIFFUSERS
+        cls, config: SanaShape, seed: int, dtype: torch.dtype = torch.float32, numerics: Numerics = DIFFUSERS
     ) -> SanaTransformer:
         """A model on the CPU with the values of `initial_value`."""
         model = cls.on_meta(config, numerics).to(dtype).to_empty(device="cpu")

@@ -9,21 +9,16 @@ diffusers' pipeline is what people load. With equal weights the two differ (test
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
 
-from pipeline.models.sana_config import Numerics
 from pipeline.models.sana_layers import SanaEnds, SanaTransformerBlock
-
-if TYPE_CHECKING:
-    from pipeline.models.sana_config import SanaControlNetConfig
+from pipeline.models.sana_shape import Numerics, SanaControlNetShape
 
 
 class SanaControlNet(SanaEnds):
     """A ControlNet; `config` is its shape."""
 
-    def __init__(self, config: SanaControlNetConfig, numerics: Numerics):
+    def __init__(self, config: SanaControlNetShape, numerics: Numerics):
         super().__init__()
         self.config, self.numerics = config, numerics
         dim, count = config.inner_dim, config.num_layers

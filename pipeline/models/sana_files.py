@@ -20,7 +20,8 @@ from torch import Tensor
 
 from pipeline.errors import UserError, writing
 from pipeline.models import hub, nvlabs
-from pipeline.models.sana_config import GLU_PARAMETERS, SanaConfig, deinterleave, interleave, read_config
+from pipeline.models.sana import parameter_shapes
+from pipeline.models.sana_shape import GLU_PARAMETERS, SanaShape, deinterleave, interleave, read_config
 from pipeline.models.spec import raw_bytes
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
@@ -59,7 +60,7 @@ class WeightFiles:
         UserError: no such folder or files, a damaged file, parameters missing, unexpected or of another shape (named).
     """
 
-    def __init__(self, place: Path, variant: str | None = None, config: SanaConfig | None = None):
+    def __init__(self, place: Path, variant: str | None = None, config: SanaShape | None = None):
         place = Path(place)
         note = ""
         if place.is_file() and config is not None:
@@ -67,7 +68,7 @@ class WeightFiles:
             names: tuple[str, ...] = (place.name,)
         elif place.is_file():
             self.config, stored, note = nvlabs.read(place, variant)
-            self._tensors = nvlabs.renamed(stored, self.config.shapes())
+            self._tensors = nvlabs.renamed(stored, parameter_shapes(self.config))
             names = (place.name,)
         else:
             self.config = config or read_config(place)
@@ -75,7 +76,7 @@ class WeightFiles:
             self._tensors = _mapped([place / name for name in chosen.files])
             names = chosen.files
         self.shapes = {name: tuple(part.shape) for name, part in self._tensors.items()}
-        expected = self.config.shapes()
+        expected = parameter_shapes(self.config)
         _check_names(expected, self.shapes, str(place))
         for name, shape in expected.items():
             _check_shape(name, shape, self.shapes[name], str(place))
@@ -116,6 +117,10 @@ class WeightFiles:
         begin, end = offsets[0], offsets[0] + lengths[0]
         if not name.endswith(GLU_PARAMETERS):
             return stored[(slice(begin, end), *rest)]
+        # With H = 4 the file has the rows v0 v1 v2 v3 g0 g1 g2 g3 (values, then gates), the module v0 g0 v1 g1 v2 g2 v3
+        # g3. A process that holds the module's rows 3 to 5 (g1 v2 g2) needs parts of the pairs 1 and 2: first = 1, last
+        # = 3. It reads the file's rows 1 and 2 (v1 v2) and 5 and 6 (g1 g2), interleaves them to v1 g1 v2 g2, which are
+        # the module's rows 2 to 5, and drops the first. So it reads 4 rows, of a file of any length.
         half, first, last = self.shapes[name][0] // 2, begin // 2, (end + 1) // 2  # the pairs of value and gate
         values, gates = stored[(slice(first, last), *rest)], stored[(slice(half + first, half + last), *rest)]
         return interleave(name, torch.cat([values, gates]))[begin - 2 * first : end - 2 * first]
@@ -123,7 +128,7 @@ class WeightFiles:
 
 def save_weights(
     state_dict: Mapping[str, Tensor],
-    config: SanaConfig,
+    config: SanaShape,
     folder: Path,
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -139,7 +144,7 @@ def save_weights(
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    folder, shapes = Path(folder), config.shapes()
+    folder, shapes = Path(folder), parameter_shapes(config)
     _check_names(shapes, state_dict, "the model to be saved")
     like = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     files, index = f"{WEIGHTS_STEM}{{suffix}}.safetensors", f"{WEIGHTS_STEM}.safetensors.index.json"
@@ -156,7 +161,7 @@ def save_weights(
 
 def save_nvlabs(
     state_dict: Mapping[str, Tensor],
-    config: SanaConfig,
+    config: SanaShape,
     folder: Path,
     stem: str,
     dtype: torch.dtype,
@@ -165,7 +170,7 @@ def save_nvlabs(
     """Write STEM.safetensors and STEM.pth as NVlabs' repository writes them, with the buffers of their model, and
     `config.json`, from which `WeightFiles` takes what they lack: the heads of cross attention. text_rows: of a caption.
     Errors as in `save_weights`."""
-    shapes = config.shapes()
+    shapes = parameter_shapes(config)
     _check_names(shapes, state_dict, "the model to be saved")
     buffers = nvlabs.buffers(config, text_rows)
     tensors = nvlabs.parts(shapes) | {name: [name] for name in buffers}

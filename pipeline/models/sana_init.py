@@ -12,11 +12,11 @@ import math
 import torch
 from torch import Tensor
 
-from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_shape import SanaShape
 from pipeline.models.spec import generator_of
 
 
-def initial_value(name: str, shape: tuple[int, ...], seed: int, config: SanaConfig) -> Tensor:
+def initial_value(name: str, shape: tuple[int, ...], seed: int, config: SanaShape) -> Tensor:
     """NVlabs' from-scratch value of one parameter, float32 on the CPU, in our layout.
 
     Rules (NVlabs/Sana `diffusion/model/nets/`: `sana_multi_scale.py`, `sana.py`; `diffusion/model/norms.py`):

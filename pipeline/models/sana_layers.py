@@ -20,7 +20,7 @@ from pipeline.kernels.gated_convolution import gated_convolution
 from pipeline.kernels.linear_attention import joined_linear_attention, linear_attention
 from pipeline.kernels.packed_attention import PackedRows, packed_attention
 from pipeline.models.adapters.low_rank import joined_products
-from pipeline.models.sana_config import Numerics, SanaConfig
+from pipeline.models.sana_shape import Numerics, SanaShape
 
 _SELF_NORM_EPS = 1e-5
 _SINUSOID_WIDTH = 256
@@ -168,7 +168,7 @@ class GLUMBConv(nn.Module):
 class SanaTransformerBlock(nn.Module):
     """Linear self attention, cross attention, gated convolution; the first and last are modulated by the timestep."""
 
-    def __init__(self, config: SanaConfig, numerics: Numerics):
+    def __init__(self, config: SanaShape, numerics: Numerics):
         super().__init__()
         dim, qk = config.inner_dim, config.qk_norm is not None
         self.norm1 = nn.LayerNorm(dim, elementwise_affine=False, eps=config.norm_eps)
@@ -280,7 +280,7 @@ class PatchEmbed(nn.Module):
     at 512 and 1024 px). The embedding is computed for each shape instead of being a buffer, which a model on the meta
     device would lose and which could be cast to bf16."""
 
-    def __init__(self, config: SanaConfig):
+    def __init__(self, config: SanaShape):
         super().__init__()
         self.patch_size = config.patch_size
         self.base = config.sample_size // config.patch_size
@@ -359,7 +359,7 @@ class SanaEnds(nn.Module, ABC):
     """The modules before and after the blocks. The whole model has all of these modules, a pipeline stage some of
     them."""
 
-    config: SanaConfig
+    config: SanaShape
     numerics: Numerics
     patch_embed: PatchEmbed
     time_embed: TimeEmbed
@@ -374,7 +374,7 @@ class SanaEnds(nn.Module, ABC):
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks in order."""
 
-    def add_inputs(self, config: SanaConfig) -> None:
+    def add_inputs(self, config: SanaShape) -> None:
         """Add the modules that precede the blocks."""
         dim = config.inner_dim
         self.patch_embed = PatchEmbed(config)

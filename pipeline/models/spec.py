@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.models import hub
+from pipeline.models.sana_shape import CLASS_NAME
 
-SANA = "SanaTransformer2DModel"
-KINDS: dict[str, str] = {SANA: "pipeline.models.sana_config:SanaConfig"}
+KINDS: dict[str, str] = {CLASS_NAME: "pipeline.models.sana_config:SanaConfig"}
 """diffusers' `_class_name` -> module:class."""
 
 
@@ -288,19 +288,19 @@ def spec_class(name: str | None, source: str) -> type[ModelSpec]:
 
 def spec_of(data: Mapping[str, Any], source: str = "config.json") -> ModelSpec:
     """Make a spec from the contents of a `config.json` or of a checkpoint's document."""
-    name = data.get("_class_name") or data.get("model_type") or SANA  # the second key is transformers'
+    name = data.get("_class_name") or data.get("model_type") or CLASS_NAME  # the second key is transformers'
     return spec_class(name, source).from_dict(data, source)
 
 
 def spec_at(place: Path, variant: str | None = None) -> ModelSpec:
     """Read the spec of the model in a diffusers folder, or in a file of NVlabs. variant: as in `WeightFiles`."""
     if place.is_file():
-        from pipeline.models import nvlabs
+        from pipeline.models import nvlabs  # with the layers, which take seconds to import
 
-        return nvlabs.read(place, variant)[0]
+        return spec_of(nvlabs.read(place, variant)[0].to_dict(), str(place))
     return spec_of(hub.read_json(place / "config.json"), str(place / "config.json"))
 
 
 def spec_from_arch(arch: Mapping[str, Any], sample_size: int) -> ModelSpec:
     """The spec of a model from scratch. sample_size: the default of that key of `model.arch`."""
-    return spec_class(SANA, "model.arch").from_arch(arch, sample_size)  # type: ignore[attr-defined]
+    return spec_class(CLASS_NAME, "model.arch").from_arch(arch, sample_size)  # type: ignore[attr-defined]

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
-from pipeline.config import Config, ParallelConfig, TrainConfig
+from pipeline.config import ParallelConfig, TrainConfig
 from pipeline.errors import ConfigError, UserError
 from pipeline.gpus import CARDS, CPU, GIB, Card, card, like, memory_of, of_device
 from pipeline.launch import Launch, check_compiler
-from pipeline.models.spec import ModelSpec
 from pipeline.options import value_at
 from pipeline.parallel.mesh import check_sizes
-from pipeline.planning.predict import Data, Machine, least_nodes
+from pipeline.planning.predict import Machine, least_nodes
 from pipeline.planning.search import MARGIN, Search
 from pipeline.training.remedies import changed
 
@@ -36,43 +36,45 @@ _DECIDED = (*(f"parallel.{name}" for name in (*_SIZES, "offload")), _EACH, "micr
 """The options that a search decides, as names below `train`."""
 
 
+@dataclass(frozen=True)
+class Begun:
+    """The checkpoint that is resumed. train: its options, as a tree. processes: the number that wrote it; None: it does
+    not say."""
+
+    train: dict[str, Any]
+    processes: int | None = None
+
+
 def decide(
-    config: Config,
-    shape: Callable[[], ModelSpec],
-    data: Data,
+    train: TrainConfig,
     machine: Machine,
-    earlier: dict[str, Any] | None = None,
-    processes: int | None = None,
+    search: Callable[[], Search],
+    begun: Begun | None = None,
     log: Callable[[str], None] = lambda line: None,
-    search: Search | None = None,
-) -> tuple[Config, list[str]]:
-    """The configuration with values for what is `auto` but for `compile`, and lines to print.
+) -> tuple[TrainConfig, list[str]]:
+    """The options with values for what is `auto` but for `compile`, and lines to print.
 
     Args:
-        shape: gives the model's, where it is needed.
-        earlier: the configuration in the checkpoint that is resumed.
-        processes: how many wrote this checkpoint.
+        search: opens the search of this model, data and machine, where it is needed.
         log: prints a line before a search, which takes up to a minute.
-        search: of this model, data and machine, whose traces are used.
 
     Raises:
         NothingFitsError: nothing fits.
     """
-    undecided, train = tuple(name for name in config.train.undecided if name != "compile"), config.train
+    undecided = tuple(name for name in train.undecided if name != "compile")
     if not undecided:
-        return config, []
-    values = as_it_began(config, earlier, machine.gpus, processes)
+        return train, []
+    values = as_it_began(train, begun, machine.gpus)
     if values is None and not machine.card.is_gpu:
         fixed = {name: value for name, value in FIXED.items() if name in undecided}
         if fixed:
-            config, searched = decide(config.with_train(**fixed), shape, data, machine, log=log, search=search)
+            train, searched = decide(train.model_copy(update=fixed), machine, search, log=log)
             values_text = ", ".join(f"train.{name}: {value}" for name, value in fixed.items())
-            return config, [f"auto: {values_text} (on a CPU)", *searched]
+            return train, [f"auto: {values_text} (on a CPU)", *searched]
     reason = "as in the checkpoint"
     if values is None:
         log(f"auto: predicting memory and speed, to choose {', '.join(f'train.{name}' for name in undecided)}")
-        search = search or Search(shape(), data, machine, config.bears)
-        values, reason = _fastest(search, train, undecided)
+        values, reason = _fastest(search(), train, undecided)
     decided = _with_values(train, undecided, values)
     named = {
         "parallel": str(check_sizes(decided.parallel, machine.gpus)),
@@ -84,7 +86,7 @@ def decide(
     chosen = ", ".join(f"train.{name}: {named[name]}" for name in undecided)
     if decided.parallel.reduce_each_microbatch and not train.parallel.reduce_each_microbatch:
         chosen += ", train.parallel.reduce_each_microbatch: true"
-    return config.model_copy(update={"train": decided}), [f"auto: {chosen} ({reason})"]
+    return decided, [f"auto: {chosen} ({reason})"]
 
 
 def _fastest(search: Search, train: TrainConfig, undecided: tuple[str, ...]) -> tuple[dict[str, Any], str]:
@@ -115,47 +117,42 @@ def _with_values(train: TrainConfig, undecided: tuple[str, ...], values: dict[st
         ) from None
 
 
-def as_it_began(
-    config: Config, earlier: dict[str, Any] | None, world: int, processes: int | None = None
-) -> dict[str, Any] | None:
+def as_it_began(train: TrainConfig, begun: Begun | None, world: int) -> dict[str, Any] | None:
     """The values in the checkpoint by the names of `_DECIDED`; None if it was made on another number of processes."""
-    if earlier is None or processes not in (None, world):
+    if begun is None or begun.processes not in (None, world):
         return None
-    values = {name: value_at(earlier["train"], name) for name in _DECIDED}
+    values = {name: value_at(begun.train, name) for name in _DECIDED}
     sizes = {name: values[f"parallel.{name}"] for name in _SIZES}
     try:
         before = check_sizes(ParallelConfig(**sizes), world)
-        if "parallel" not in config.train.undecided and check_sizes(config.train.parallel, world) != before:
+        if "parallel" not in train.undecided and check_sizes(train.parallel, world) != before:
             return None
     except ConfigError:
         return None
-    return None if -1 in sizes.values() and "parallel" in config.train.undecided else values
+    return None if -1 in sizes.values() and "parallel" in train.undecided else values
 
 
 def decide_compile(
-    config: Config, device: torch.device, earlier: dict[str, Any] | None = None
-) -> tuple[Config, list[str]]:
-    """The configuration with a value for `train.compile`, and lines to print. After `decide`.
-
-    Args:
-        earlier: the configuration in the checkpoint that is resumed.
+    train: TrainConfig, device: torch.device, begun: Begun | None = None
+) -> tuple[TrainConfig, list[str]]:
+    """The options with a value for `compile`, and lines to print. After `decide`.
 
     Raises:
         UserError: this machine cannot compile kernels for its GPU.
     """
     check_compiler(device)
-    if config.train.compile != "auto":
-        return config, []
-    reason = None if earlier is None or earlier["train"].get("compile") == "block" else "as in the checkpoint"
+    if train.compile != "auto":
+        return train, []
+    reason = None if begun is None or begun.train.get("compile") == "block" else "as in the checkpoint"
     reason = reason or _uncompiled(device)
     if reason is None:
         try:
-            changed(config.train, {"compile": "block"})
+            changed(train, {"compile": "block"})
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Value error, ")
     value = "none" if reason else "block"
     lines = [f"auto: train.compile: {value}" + (f" ({reason})" if reason else "")]
-    return config.with_train(compile=value), lines if device.type == "cuda" else []
+    return train.model_copy(update={"compile": value}), lines if device.type == "cuda" else []
 
 
 def _uncompiled(device: torch.device) -> str | None:

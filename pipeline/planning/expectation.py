@@ -18,7 +18,7 @@ import torch
 
 from pipeline.amounts import amount
 from pipeline.cache.disk import free_at
-from pipeline.config import Config, TrainConfig
+from pipeline.config import TrainConfig
 from pipeline.launch import Launch
 from pipeline.models.spec import ModelSpec
 from pipeline.parallel.mesh import check_sizes
@@ -92,7 +92,7 @@ class Expectation:
 
 
 def expect(
-    config: Config,
+    train: TrainConfig,
     shape: Callable[[], ModelSpec],
     data: Data,
     device: torch.device,
@@ -103,19 +103,19 @@ def expect(
     Also prints what the run means (`extent`).
 
     Args:
-        config: decided. shape: gives the model's shape.
+        train: decided. shape: gives the model's shape.
     """
     expected, step_s = None, None
     try:
         architecture = shape()
-        if (note := _short_of_space(config.train, architecture)) is not None:
+        if (note := _short_of_space(train, architecture)) is not None:
             log(note)
-        expected, step_s = _expect(config, architecture, data, device, launch)
+        expected, step_s = _expect(train, architecture, data, device, launch)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         log(f"note: memory and speed are not predicted: {reason}")
     else:
-        for line in extent.lines(config.train, architecture, data, step_s):
+        for line in extent.lines(train, architecture, data, step_s):
             log(line)
     return expected
 
@@ -136,10 +136,10 @@ def _short_of_space(train: TrainConfig, shape: ModelSpec) -> str | None:
 
 
 def _expect(
-    config: Config, shape: ModelSpec, data: Data, device: torch.device, launch: Launch
+    given: TrainConfig, shape: ModelSpec, data: Data, device: torch.device, launch: Launch
 ) -> tuple[Expectation | None, float | None]:
     """And the seconds of a step, without what the compiler saves, where the card is known."""
-    machine, given = auto.present(device, launch), config.train
+    machine = auto.present(device, launch)
     is_bound = given.compile != "none"
     train = uncompiled(given)
     on_gpu = machine.card.is_gpu

@@ -8,12 +8,13 @@ the allocator's pools of FSDP2's streams hold beyond the peak, which is traced.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from pipeline.config import Config, TrainConfig
+from pipeline.cache.snapshot import Snapshot
+from pipeline.config import BucketConfig, DataConfig, ModelConfig, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.gpus import GIB, Card
 from pipeline.images import buckets
@@ -65,18 +66,21 @@ class Data:
     text_width: int = TEXT_WIDTH
 
     @classmethod
-    def of(cls, config: Config, snapshot: Any = None) -> Data:
-        """The buckets of a snapshot, else those of the configuration."""
-        if snapshot is not None:
-            latent, text = snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe)
-            batches = {(b.height, b.width): b.batch for b in snapshot.buckets}
-            return cls(batches, len(snapshot), text.max_length, latent.compression, latent.channels, text.width)
-        arch = config.model.arch or {}
+    def of(cls, snapshot: Snapshot) -> Data:
+        """The data of a snapshot."""
+        latent, text = snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe)
+        batches = {(b.height, b.width): b.batch for b in snapshot.buckets}
+        return cls(batches, len(snapshot), text.max_length, latent.compression, latent.channels, text.width)
+
+    @classmethod
+    def configured(cls, model: ModelConfig, data: DataConfig, bucket: BucketConfig, rows: int) -> Data:
+        """The data that options describe, before there is a snapshot. rows: of the longest caption."""
+        arch = model.arch or {}
         channels, width = arch.get("in_channels", CHANNELS), arch.get("caption_channels", TEXT_WIDTH)
         compression = COMPRESSION if channels == CHANNELS else 8
-        shapes = [s for _, table in buckets.resolutions(config.bucket, config.data, compression) for s in table]
-        sizes = dict(zip(shapes, buckets.batches(config.bucket, shapes, compression), strict=True))
-        return cls(sizes, None, config.text.max_length, compression, channels, width)
+        shapes = [s for _, table in buckets.resolutions(bucket, data, compression) for s in table]
+        sizes = dict(zip(shapes, buckets.batches(bucket, shapes, compression), strict=True))
+        return cls(sizes, None, rows, compression, channels, width)
 
     def shares(self, data_world: int) -> dict[tuple[int, int], int]:
         """Samples of a step for one data-parallel process, by bucket."""
@@ -171,21 +175,24 @@ class Prediction:
         }
 
 
-def architecture(config: Config, data: Data) -> ModelSpec:
+def architecture(model: ModelConfig, resolution: int, data: Data) -> ModelSpec:
     """The model's shape: from `model.arch`, from the name of a released model (without network), or from the weights.
+
+    Args:
+        resolution: `data.resolution`.
 
     Raises:
         UserError: weights that cannot be read.
     """
-    weights, side = config.model.weights, config.data.resolution // data.compression
+    weights, side = model.weights, resolution // data.compression
     if weights is None:
-        assert config.model.arch is not None
-        return spec_from_arch(config.model.arch, side)
+        assert model.arch is not None
+        return spec_from_arch(model.arch, side)
     if weights.id.startswith("Efficient-Large-Model/"):
         for name, fields in _RELEASED.items():
             if name in weights.id:
                 return spec_of(fields).with_sample_size(side)
-    return architecture_of_weights(config)
+    return architecture_of_weights(weights)
 
 
 def check(train: TrainConfig, shape: ModelSpec, data: Data, gpus: int) -> Layout:
@@ -209,16 +216,19 @@ def check(train: TrainConfig, shape: ModelSpec, data: Data, gpus: int) -> Layout
     return layout
 
 
-def check_precision(config: Config, machine: Machine) -> None:
+def check_precision(precision: str, bears: Callable[[str], bool], machine: Machine) -> None:
     """Refuse a precision without units on the card: torch emulates it at a speed that is not predicted.
+
+    Args:
+        bears: whether the weights work in a precision.
 
     Raises:
         ConfigError: with a precision in which card and weights work.
     """
-    precision, card = config.train.precision, machine.card
+    card = machine.card
     if card.bears(precision):
         return
-    works = next(each for each in ("fp16", "fp32") if each == "fp32" or config.bears(each))
+    works = next(each for each in ("fp16", "fp32") if each == "fp32" or bears(each))
     raise ConfigError(
         f"train.precision: {precision} on --gpu {card.name}, which has no bf16 (compute capability below 8.0)",
         expected="fp32, fp16 where the weights work in it, or a card of compute capability 8.0 or newer",

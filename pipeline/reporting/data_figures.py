@@ -2,7 +2,7 @@
 
 What: `snapshot_figures` gives JSON values from the snapshot's head and tables and from the scans that the head names.
 Why here: pages, scripts and tests read the same numbers. Rules that decide a number (crop loss, steps per epoch, kinds
-of rejects) are those of `pipeline.images.buckets`, `pipeline.snapshots.join` and `pipeline.sources.reject_kinds`.
+of rejects) are those of `pipeline.images.buckets`, `pipeline.snapshots.assemble` and `pipeline.sources.reject_kinds`.
 Price: all tables of the snapshot are read, mapped and in columns; the keys of all samples and captions (16 bytes each)
 and the scans' items are in memory to be compared.
 """
@@ -21,7 +21,9 @@ from pipeline.cache import index
 from pipeline.cache.cache import MOVING, Cache
 from pipeline.cache.keys import fixed
 from pipeline.cache.layout import Paths
-from pipeline.cache.snapshot import Bucket, BucketPart, Snapshot, picture_keys
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import Bucket, BucketPart
+from pipeline.cache.snapshot_samples import picture_keys
 from pipeline.errors import CacheError, IntegrityError
 from pipeline.images import buckets
 from pipeline.reporting.further_figures import further_figures
@@ -29,7 +31,7 @@ from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.phash import ANEW, HashRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import near, near_samples
-from pipeline.snapshots.join import epoch_steps
+from pipeline.snapshots.assemble import epoch_steps
 from pipeline.sources.reject_kinds import EXAMPLES, kind
 
 CROP_EDGES = np.linspace(0.0, 0.5, 21)

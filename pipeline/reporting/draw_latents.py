@@ -1,8 +1,8 @@
 """Draw latents for captions of a snapshot or for prompts, and check whether each resembles its caption's picture.
 
-`draw_for` reads text rows from the cache and samples with the transformer, `draw_prompts` does so for a prompt set;
-`nearest` compares the results with the cached latents. It is apart from the stage, because tests
-and reports use the check, too. The model is in memory while it draws; decoding happens elsewhere.
+`open_model` puts weights into the transformer; `draw_for` reads text rows from the cache and samples with it,
+`draw_prompts` does so for a prompt set; `nearest` compares the results with the cached latents. It is apart from the
+stage, because tests and reports use the check, too. The model is in memory while it draws; decoding happens elsewhere.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from pipeline.cache.prompts import PromptSet
-from pipeline.cache.snapshot import Caption, Sample, Snapshot, TextPlace
-from pipeline.config import Config
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import TextPlace
+from pipeline.cache.snapshot_samples import Caption, Sample
+from pipeline.config import TrainConfig
 from pipeline.loader.loader import bf16
 from pipeline.models.adapters import Adapter
 from pipeline.models.sampler import Sampling, noise_of, prompt_noise, sample
@@ -48,86 +50,80 @@ class DrawnLatent:
     control: torch.Tensor | None = None
 
 
-def draw_for(
-    config: Config,
+def open_model(
+    train: TrainConfig,
     architecture: ModelSpec,
     weights: dict[str, torch.Tensor],
-    snapshot: Snapshot,
-    rows: list[int],
     device: torch.device,
     adapter: Adapter | None = None,
+) -> nn.Module:
+    """Put weights into a model that draws.
+
+    Args:
+        train: with the numerics of the training (`training.checkpoint.as_trained`).
+        weights: of `architecture`, in our layout; the model takes them over without a copy.
+        adapter: whose parameters are beside the model's in `weights`: a ControlNet, which draws with controls.
+    """
+    model = architecture.loaded(weights, train, *([] if adapter is None else [adapter.apply]))
+    return model.to(device, torch.bfloat16 if train.precision in ("bf16", "bf16_pure") else torch.float32).eval()
+
+
+def draw_for(
+    model: nn.Module, settings: Sampling, seed: int, snapshot: Snapshot, rows: list[int], *, controlled: bool = False
 ) -> list[DrawnLatent]:
     """Draw a latent for the first of the most probable captions of each row.
 
-    The noise of a picture depends on `sample.seed` and the sample alone, not on the other rows.
+    The noise of a picture depends on the seed and the sample alone, not on the other rows.
 
     Args:
-        config: with the numerics of the training (`training.checkpoint.as_trained`).
-        weights: of `architecture`, in our layout; the model takes them over without a copy.
-        adapter: whose parameters are beside the model's in `weights`: a ControlNet, which is given the samples'
-            controls.
+        controlled: the model is given the samples' controls.
     """
-    model, records = _model(config, architecture, weights, device, adapter), SnapshotTensors(snapshot)
+    records = SnapshotTensors(snapshot)
     drawn, texts = list[DrawnLatent](), dict[int, torch.Tensor]()
     for row in rows:
         entry = snapshot.sample(row)
         at = max(range(len(entry.captions)), key=lambda i: entry.captions[i].weight)
         caption, bucket = snapshot.captions(row, records.texts)[at], snapshot.buckets[entry.bucket]
         place, cached = snapshot.source_item(row), records.latent(entry)
-        size, control = (bucket.height, bucket.width), records.latent(entry, "control") if adapter is not None else None
+        size, control = (bucket.height, bucket.width), records.latent(entry, "control") if controlled else None
         drawn.append(DrawnLatent(row, entry.sample_id, caption, *place, size, cached, torch.empty(0), control))
         texts[row] = records.text(entry, at)
     null, latents = records.null(), dict[int, torch.Tensor]()
     for size in sorted({each.bucket for each in drawn}):
         group = [each for each in drawn if each.bucket == size]
         channels, height, width = group[0].cached.shape
-        noise = torch.cat([noise_of(each.sample_id, (channels, height, width), config.sample.seed) for each in group])
+        noise = torch.cat([noise_of(each.sample_id, (channels, height, width), seed) for each in group])
         controls = [each.control for each in group if each.control is not None]
         given = torch.stack(controls) if controls else None
-        made = _draw(config, model, [texts[each.row] for each in group], null, noise, given)
+        made = _draw(model, settings, [texts[each.row] for each in group], null, noise, given)
         latents.update({each.row: latent for each, latent in zip(group, made, strict=True)})
     return [replace(each, latent=latents[each.row]) for each in drawn]
 
 
 def draw_prompts(
-    config: Config,
-    architecture: ModelSpec,
-    weights: dict[str, torch.Tensor],
+    model: nn.Module,
+    settings: Sampling,
+    seed: int,
     prompts: PromptSet,
     shape: tuple[int, int, int],
-    device: torch.device,
-    adapter: Adapter | None = None,
     control: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Draw a latent of `shape` (C, h, w) for each prompt, float32. The noise of a picture depends on `sample.seed` and
-    the prompt alone, as in training.
+    """Draw a latent of `shape` (C, h, w) for each prompt, float32. The noise of a picture depends on the seed and the
+    prompt alone, as in training.
 
     Args:
-        config, weights, adapter: as in `draw_for`.
         control: (C, h, w), latent of the control picture of all prompts.
     """
     null, mask = prompts.null()
     rows = [bf16(prompts.rows(number)) for number in range(len(prompts))]
-    noise = prompt_noise(prompts.texts, shape, config.sample.seed)
-    model = _model(config, architecture, weights, device, adapter)
+    noise = prompt_noise(prompts.texts, shape, seed)
     controls = None if control is None else control.expand(len(rows), *control.shape)
-    return list(_draw(config, model, rows, bf16(null)[torch.from_numpy(mask)], noise, controls))
-
-
-def _model(
-    config: Config,
-    architecture: ModelSpec,
-    weights: dict[str, torch.Tensor],
-    device: torch.device,
-    adapter: Adapter | None,
-) -> nn.Module:
-    model = architecture.loaded(weights, config.train, *([] if adapter is None else [adapter.apply]))
-    return model.to(device, torch.bfloat16 if config.train.precision in ("bf16", "bf16_pure") else torch.float32).eval()
+    return list(_draw(model, settings, rows, bf16(null)[torch.from_numpy(mask)], noise, controls))
 
 
 def _draw(
-    config: Config,
     model: nn.Module,
+    settings: Sampling,
     rows: list[torch.Tensor],
     null: torch.Tensor,
     noise: torch.Tensor,
@@ -135,7 +131,6 @@ def _draw(
 ) -> torch.Tensor:
     """(N, C, h, w) latents on the CPU, in the precision of the model's parameters."""
     rows = [each.to(next(model.parameters())) for each in rows]
-    settings = Sampling.of(config.sample, config.train.flow.shift, config.train.drawn_at_once)
     return sample(model, rows, null, noise, settings, controls).cpu()
 
 

@@ -1,8 +1,8 @@
 """Use an encoder in a separate process, so that it and the transformer never share one.
 
 `decode` starts `sana-pipe decode`, which loads the VAE of the configuration, `encode_prompts` starts `sana-pipe encode
---prompts`, which loads the text encoder; this process imports neither. Of what they print only warnings and errors are
-shown.
+--prompts`, which loads the text encoder; this process imports neither. The whole configuration goes with them, in a
+file: they are commands, which read any section. Of what they print only warnings and errors are shown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from pipeline.cache.cache import Cache
+from pipeline.cache.cache import Cache, CacheLocation
 from pipeline.cache.keys import key_bytes
 from pipeline.cache.prompts import NAME, PromptSet, newest
 from pipeline.cache.shard import ShardReader
@@ -38,6 +38,7 @@ def decode(config: Config, tensors: dict[str, torch.Tensor], work: Path) -> Path
     """Decode latents; returns the folder with a PNG for each.
 
     Args:
+        config: of the process.
         tensors: by name, (C, h, w) float32, multiplied by the scaling factor.
         work: a folder for files of this call.
 
@@ -57,6 +58,7 @@ def encode_prompts(
     """Encode prompts, and perhaps a picture, into a temporary cache; equal prompts (after normalisation) once.
 
     Args:
+        config: of the process, but for its cache.
         work: a folder for files of this call; the set reads its records there.
         picture: a file, cropped and resized as those of a data set to `size` (height, width).
 
@@ -88,7 +90,7 @@ def encode_prompts(
         config = config.model_copy(update={"data": data})
         words += ["--data", str(folder), "--format", "folder"]
     _run(config, work, "encode", *words, what="the process that encodes the prompts")
-    cache = Cache.of(config)
+    cache = CacheLocation(config.cache, config.mirror, config.patience_s).open()
     made = newest(cache, NAME)
     assert made is not None
     return made, None if picture is None else _latent(cache, size)
@@ -106,6 +108,7 @@ def _latent(cache: Cache, size: tuple[int, int]) -> torch.Tensor:
 
 
 def _run(config: Config, work: Path, *words: str, what: str) -> None:
+    """Run a command with a configuration of its own file. what: names the process in errors."""
     settings = work / "config.yaml"
     settings.write_text(dump(config), encoding="utf-8")
     torch.cuda.empty_cache()  # the process needs the memory

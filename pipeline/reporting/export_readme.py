@@ -6,10 +6,11 @@ import html
 import json
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, TextConfig
+from pipeline.config import DataConfig, SampleConfig, StartWeights, TextConfig
 from pipeline.models.spec import ModelSpec
 from pipeline.reporting.page import render
 from pipeline.reporting.run_pictures import Drawing, files
@@ -26,10 +27,25 @@ PICTURES = 5
 """Limit on the prompts whose pictures an adapter's README shows."""
 
 
+@dataclass(frozen=True)
+class TrainedModel:
+    """What a README says of a model: its architecture, and the options that its pictures depend on.
+
+    Attributes:
+        weights: that the training began from; None: random values.
+    """
+
+    architecture: ModelSpec
+    weights: StartWeights | None
+    data: DataConfig
+    text: TextConfig
+    flow_shift: float
+    sample: SampleConfig
+
+
 def readme(
     template: str,
-    config: Config,
-    architecture: ModelSpec,
+    model: TrainedModel,
     compression: int | None = None,
     *,
     place: str = "PATH/OF/THIS/FOLDER",
@@ -44,15 +60,16 @@ def readme(
         facts: further values that the template names: `weights` in words, `state` of the data (`step`, `snapshot`,
             `seed`), `dtype` and others.
     """
-    compression = compression or config.data.resolution // architecture.sample_size
-    arguments = call_arguments(config, architecture.sample_size, compression)
-    quoted = json.dumps(json.dumps(instruction(config.text).split("\n")))
+    sample_size, prefix = model.architecture.sample_size, model.data.caption_prefix
+    compression = compression or model.data.resolution // sample_size
+    arguments = call_arguments(model, sample_size, compression)
+    quoted = json.dumps(json.dumps(instruction(model.text).split("\n")))
     values = {
-        "head": _head(template, place, trigger_of(config) if adapter is not None else "", adapter),
-        "prefix": code(config.data.caption_prefix) if config.data.caption_prefix else None,
-        "prompt": json.dumps((config.data.caption_prefix if adapter else "") + "a caption", ensure_ascii=False),
-        "config": config,
-        "architecture": architecture,
+        "head": _head(template, place, trigger_of(prefix) if adapter is not None else "", adapter),
+        "prefix": code(prefix) if prefix else None,
+        "prompt": json.dumps((prefix if adapter else "") + "a caption", ensure_ascii=False),
+        "model": model,
+        "architecture": model.architecture,
         "compression": compression,
         "place": place,
         "adapter": adapter,
@@ -64,9 +81,9 @@ def readme(
     return render(f"{template}.md", **values, **facts) + "\n"
 
 
-def trigger_of(config: Config) -> str:
+def trigger_of(caption_prefix: str) -> str:
     """The text in front of every caption in training, without the comma that parts it from them; "": none."""
-    return " ".join(config.data.caption_prefix.split()).strip(" ,;:.")
+    return " ".join(caption_prefix.split()).strip(" ,;:.")
 
 
 def _head(template: str, place: str, trigger: str, adapter: object) -> str:
@@ -100,21 +117,21 @@ def plain(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>()#+!|~$-])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 
-def call_arguments(config: Config, sample_size: int, compression: int) -> dict[str, str]:
+def call_arguments(model: TrainedModel, sample_size: int, compression: int) -> dict[str, str]:
     """Return what `SanaPipeline.__call__` must be given for this model, as Python source by argument."""
     resolution = sample_size * compression
     side = -(-resolution // PIPELINE_MULTIPLE) * PIPELINE_MULTIPLE
     arguments = {
         "height": str(side),
         "width": str(side),
-        "num_inference_steps": str(config.sample.steps),
-        "guidance_scale": str(config.sample.guidance),
+        "num_inference_steps": str(model.sample.steps),
+        "guidance_scale": str(model.sample.guidance),
     }
-    if BINS.get(sample_size) != resolution or config.data.buckets != "sana":
+    if BINS.get(sample_size) != resolution or model.data.buckets != "sana":
         arguments["use_resolution_binning"] = "False"
-    if config.text.max_length != TextConfig.model_fields["max_length"].default:
-        arguments["max_sequence_length"] = str(config.text.max_length)
-    used = instruction(config.text)
+    if model.text.max_length != TextConfig.model_fields["max_length"].default:
+        arguments["max_sequence_length"] = str(model.text.max_length)
+    used = instruction(model.text)
     if used != INSTRUCTIONS["diffusers"]:
         arguments["complex_human_instruction"] = "json.loads(INSTRUCTION)" if used else "None"
     return arguments

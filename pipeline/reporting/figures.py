@@ -6,13 +6,13 @@ cannot be had is in `missing`, with the command that makes it; only what the use
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.status import status
-from pipeline.config import Config
 from pipeline.errors import CacheError, UserError
 from pipeline.reporting import run_pictures
 from pipeline.reporting.data_figures import snapshot_figures
@@ -22,22 +22,23 @@ TRAIN = "sana-pipe train --resume auto"
 
 
 def collect(
-    config: Config,
+    output: Path,
+    open_cache: Callable[[], Cache] | None,
     *,
     run: Path | None = None,
     snapshot: str | None = None,
     compare: Path | None = None,
-    with_data: bool = True,
 ) -> tuple[dict[str, Any], Cache | None, Snapshot | None]:
     """The numbers as JSON values (`cache`, `snapshot`, `run`, `compare`, `missing`), and their cache and snapshot if
     they exist.
 
     Args:
-        run: a run directory; None: `train.output`, if something was trained there. The runs that it began from are
+        output: `train.output`.
+        open_cache: None leaves cache and snapshot out, whose numbers take long for many samples.
+        run: a run directory; None: `output`, if something was trained there. The runs that it began from are
             parts of it, unless it is compared with another.
         snapshot: a name or id; None: the last that the run was trained on, if the cache has it, else the newest.
         compare: a second run directory.
-        with_data: false leaves cache and snapshot out, whose numbers take long for many samples.
 
     Raises:
         UserError: `run` or `compare` is no run directory.
@@ -50,12 +51,12 @@ def collect(
 
     figures: dict[str, Any] = {"cache": None, "snapshot": None, "run": None, "compare": None, "missing": missing}
     cache = opened = None
-    folder = Path(config.train.output) if run is None else run
+    folder = output if run is None else run
     if run is not None or is_run(folder):
         figures["run"] = run_figures(folder, earlier=compare is None)
     try:
-        if with_data:
-            cache = Cache.of(config)
+        if open_cache is not None:
+            cache = open_cache()
             figures["cache"] = status(cache)
             opened = cache.open_snapshot(snapshot or _trained_on(cache, figures["run"]))
         else:

@@ -10,7 +10,8 @@ import numpy as np
 
 from pipeline.cache.prompts import spread
 from pipeline.cache.scan_table import ABSENT
-from pipeline.cache.snapshot import Snapshot, picture_keys
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_samples import picture_keys
 from pipeline.errors import CacheError, escaped
 from pipeline.signals import PictureSignal
 from pipeline.signals.latent import LatentRecipe

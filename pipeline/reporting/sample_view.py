@@ -20,7 +20,8 @@ import pyarrow.compute as pc
 from PIL import Image, ImageDraw
 
 from pipeline.cache.cache import Cache
-from pipeline.cache.snapshot import Snapshot, picture_keys
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_samples import picture_keys
 from pipeline.errors import IntegrityError, UserError
 from pipeline.images import buckets
 from pipeline.images.resize import cover_box

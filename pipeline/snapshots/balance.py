@@ -16,7 +16,8 @@ import numpy as np
 
 from pipeline.cache.cache import Cache
 from pipeline.cache.codec import to_float
-from pipeline.snapshots.join import EncodedRecords, Frame
+from pipeline.snapshots.frames import Frame
+from pipeline.snapshots.join import EncodedRecords
 from pipeline.snapshots.record_values import read_records
 
 CLUSTERS = 32

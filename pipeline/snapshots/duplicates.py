@@ -24,7 +24,8 @@ from pipeline.cache.disk import cache_errors
 from pipeline.cache.files import Files
 from pipeline.cache.layout import sample_id
 from pipeline.errors import UserError
-from pipeline.snapshots.join import Frame, Joined, pieces
+from pipeline.snapshots.frames import Frame, pieces
+from pipeline.snapshots.join import Joined
 from pipeline.sources import reject_kinds
 
 LARGEST = 10
@@ -224,7 +225,8 @@ class Named:
             name = next(iter(left))
             near = difflib.get_close_matches(name.rpartition(": ")[2], candidates, 3)
             raise UserError(
-                f"{OPTION}: no picture is called {name!r}" + (f", nor {len(left) - 1} others" if len(left) > 1 else ""),
+                f"{OPTION}: no picture is called {name!r}"
+                + (f" ({len(left) - 1} other names are unknown, too)" if len(left) > 1 else ""),
                 expected="SOURCE: ITEM or ITEM, as `bucket` lists them"
                 + (f"; near: {', '.join(near)}" if near else ""),
                 fix=f"correct or remove it in {OPTION}",
@@ -234,4 +236,4 @@ class Named:
 def unused(names: Sequence[str]) -> str:
     """A note on names that change nothing."""
     shown = reject_kinds.examples(list(names[:NAMED]), len(names))
-    return f"{OPTION}: {len(names)} of its pictures have no duplicate among the samples, or are no samples: {shown}"
+    return f"{OPTION}: {len(names)} of its pictures have no duplicate among the samples, or are not samples: {shown}"

@@ -53,7 +53,7 @@ _CLASSES = {"ARRAY": "a list", "BOOLEAN": "true or false", "OBJECT": "an object"
 """Types of JSON that are neither numbers nor text, as messages name them."""
 _SCALAR = "a number or text"
 _ODD = 0.01
-"""Where at most this share of the values is text and all others are numbers, the text counts as missing ("n/a")."""
+"""Share of text up to which it counts as missing ("n/a") where all other values are numbers."""
 _META = "nullif(meta, '')"
 _NUMBER = r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?([eE][-+]?[0-9]+)?"
 """Text that is a number; one of more digits may be an identifier, which fp64 would round."""
@@ -90,9 +90,9 @@ class Filter:
         try:
             statement, plain = (_parsed(f"SELECT ({expression}\n)") for expression in (text, "1"))
         except duckdb.Error as error:  # bytes that are not UTF-8
-            raise self.wrong("is no condition of SQL", found=escaped(str(error))) from None
+            raise self.wrong("is not an SQL condition", found=escaped(str(error))) from None
         if statement["error"]:
-            raise self.wrong("is no condition of SQL", found=escaped(statement["error_message"]))
+            raise self.wrong("is not an SQL condition", found=escaped(statement["error_message"]))
         conditions, _ = (tree["statements"][0]["node"].pop("select_list", ()) for tree in (statement, plain))
         if statement != plain or len(conditions) != 1:
             raise self.wrong("is more than one condition")
@@ -107,7 +107,7 @@ class Filter:
         if node["class"] == "FUNCTION" and (name := node["function_name"].lower()) not in _functions():
             near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, _functions(), 1, 0.8)), None)
             raise self.wrong(
-                f"calls {name!r}, which is no function of a row's values alone",
+                f"calls {name!r}, which is not a function of the row's values alone",
                 fix=f"did you mean {near!r}?" if near else None,
             )
 
@@ -125,7 +125,7 @@ class Filter:
             raise self.wrong(
                 f"names the column {name!r}, which no item has",
                 expected=", ".join(valid),
-                fix=f"did you mean {spelled[near[0]]!r}?" if near else f"text stands in single quotes: {_text(name)}",
+                fix=f"did you mean {spelled[near[0]]!r}?" if near else f"text goes in single quotes: {_text(name)}",
             )
 
     def wrong(self, what: str, **more: Any) -> UserError:
@@ -309,7 +309,7 @@ def select(
                     raise
                 raise KeyboardInterrupt from None
             if kind.upper().strip('"') not in ("BOOLEAN", "BOOL"):
-                raise rule.wrong("is no condition", fix="add a comparison, such as width >= 512")
+                raise rule.wrong("is not a condition", fix="add a comparison, such as width >= 512")
             results.append((np.ma.filled(values, False).astype(bool), np.ma.getmaskarray(values)))
     return results
 
@@ -320,8 +320,8 @@ def _cast(error: str) -> str | None:
         return None
     others = [name for name in re.findall(r"type ([A-Z]+)", error) if name != "VARCHAR"]
     if others and others[0] in ("DATE", "TIMESTAMP", "TIME"):
-        return f"TRY_CAST(column AS {others[0]}) makes it of text"
-    return "TRY_CAST(column AS DOUBLE) makes numbers of text"
+        return f"TRY_CAST(column AS {others[0]}) turns text into it"
+    return "TRY_CAST(column AS DOUBLE) turns text into numbers"
 
 
 def _described(rule: Filter, types: dict[Path, str]) -> list[str]:

@@ -16,7 +16,9 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.cache import Cache
-from pipeline.cache.snapshot import Head, HeldOut, Snapshot, picture_keys
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import Head, HeldOut
+from pipeline.cache.snapshot_samples import picture_keys
 from pipeline.errors import ConfigError, IntegrityError
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.phash import HashRecipe

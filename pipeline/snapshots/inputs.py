@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.cache.cache import Cache
+from pipeline.cache.cache import Cache, CacheLocation
 from pipeline.cache.index import RecordIndex
 from pipeline.cache.recipes import Recipe
-from pipeline.config import Config
+from pipeline.config import BucketConfig, DataConfig, EncodeConfig
 from pipeline.errors import CacheError, UserError
 from pipeline.images import buckets
 from pipeline.signals import Encoders, Signal
 from pipeline.signals.latent import compression
-from pipeline.snapshots.join import BucketTable, EncodedRecords, Resolution
+from pipeline.snapshots.assemble import BucketTable
+from pipeline.snapshots.join import EncodedRecords, Resolution
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Inputs:
 
     Attributes:
         caches: the cache of the configuration, then `bucket.caches`.
-        scans: by source, also of sources that are not used.
+        scans: last scans by source, also of sources that are not used.
         unused: sources of weight 0.
         resolutions: one after the other, they are `table`.
         options: what the configuration says, as `Head.options`.
@@ -52,40 +53,42 @@ class Inputs:
         return ((source, scan) for source, scan in self.scans.items() if source not in self.unused)
 
 
-def caches_of(config: Config, dry_run: bool) -> list[Cache]:
-    """The cache of the configuration, then `bucket.caches`."""
-    others = Cache.others_of(config)
-    caches = [Cache.of(config, create=bool(others) and not dry_run), *others]
+def open_caches(location: CacheLocation, others: Sequence[str], dry_run: bool) -> list[Cache]:
+    """The cache of the configuration, then those of `bucket.caches` (others: their roots)."""
+    opened = location.open_others(others)
+    caches = [location.open(create=bool(others) and not dry_run), *opened]
     places = [cache.place for cache in caches]
     if len(set(places)) < len(places):
-        raise UserError("bucket.caches names a cache twice, or the one of `cache`", found=", ".join(places))
+        raise UserError("bucket.caches names a cache twice, or the one that `cache` names", found=", ".join(places))
     return caches
 
 
-def read_inputs(config: Config, caches: list[Cache], scans: dict[str, Scan] | None = None) -> Inputs:
-    """scans: of the sources that are used; default: the last of every source.
+def read_inputs(
+    caches: list[Cache], settings: BucketConfig, data: DataConfig, encoders: Encoders, encode: EncodeConfig
+) -> Inputs:
+    """Read the last scan of every source. data, encoders, encode: the settings that the cache must agree with.
 
     Raises:
         CacheError: no source yet, or sources of different recipes, or of other settings than the configuration.
         UserError: a setting names what is not there.
     """
-    settings = config.bucket
     unused = {source for source, setting in settings.sources.items() if not setting.weight}
-    scans = _scans(caches, unused) if scans is None else scans
+    scans = _scans(caches, unused)
     if not scans:
         raise CacheError(
-            f"{config.cache}: no source has been encoded into this cache", fix="sana-pipe encode --data DIR"
+            f"{caches[0].location}: no source has been encoded into this cache", fix="sana-pipe encode --data DIR"
         )
     if unknown := sorted(set(settings.sources) - set(scans)):
         raise CacheError(
             f"bucket.sources names {', '.join(unknown)}, which no cache holds", expected=", ".join(sorted(scans))
         )
     used = {source: scan for source, scan in scans.items() if source not in unused}
-    recipes, lacking = _recipes(config, used or scans)
+    recipes, lacking = _recipes(used or scans)
+    _check_settings(recipes, encoders, data, encode)
     factor = compression(recipes)
     resolutions, shapes = [], list[tuple[int, int]]()
-    for variant, table in buckets.resolutions(settings, config.data, factor):
-        policy = config.data if settings.resolutions else None
+    for variant, table in buckets.resolutions(settings, data, factor):
+        policy = data if settings.resolutions else None
         resolutions.append(Resolution(table, len(shapes), variant, policy))
         shapes += table
     batches = buckets.batches(settings, shapes, factor)
@@ -97,19 +100,19 @@ def read_inputs(config: Config, caches: list[Cache], scans: dict[str, Scan] | No
         records=EncodedRecords(recipes, indexes),
         resolutions=resolutions,
         table=BucketTable(shapes, batches),
-        options=_options(config, caches[0]),
+        options=_options(settings, data, caches[0]),
         lacking=lacking,
     )
 
 
-def _options(config: Config, cache: Cache) -> dict[str, dict[str, Any]]:
+def _options(settings: BucketConfig, data: DataConfig, cache: Cache) -> dict[str, dict[str, Any]]:
     """Return what decides a snapshot besides its scans. Records of other caches lie in its own."""
     elsewhere = {"caches", "pack_mib"}
-    bucket = config.bucket.model_dump(mode="json", exclude_defaults=True, exclude=elsewhere)
-    if config.bucket.grow:
-        bucket["grow"] = cache.open_snapshot(config.bucket.grow).id  # the name may move
+    bucket = settings.model_dump(mode="json", exclude_defaults=True, exclude=elsewhere)
+    if settings.grow:
+        bucket["grow"] = cache.open_snapshot(settings.grow).id  # the name may move
     policy = {"resolution", "buckets", "min_side", "max_upscale", "max_crop_loss"}
-    return {"bucket": bucket, "data": config.data.model_dump(mode="json", include=policy)}
+    return {"bucket": bucket, "data": data.model_dump(mode="json", include=policy)}
 
 
 def _scans(caches: list[Cache], unused: set[str]) -> dict[str, Scan]:
@@ -130,9 +133,9 @@ def _scans(caches: list[Cache], unused: set[str]) -> dict[str, Scan]:
     return dict(sorted(scans.items()))
 
 
-def _recipes(config: Config, scans: dict[str, Scan]) -> tuple[list[Recipe], dict[str, list[str]]]:
+def _recipes(scans: dict[str, Scan]) -> tuple[list[Recipe], dict[str, list[str]]]:
     """The recipes of the sources: of the kinds of records that all of them have; and `Inputs.lacking`. They must be
-    equal, and agree with the configuration."""
+    equal."""
     chosen, lacking = list[Recipe](), dict[str, list[str]]()
     for kind in dict.fromkeys(kind for scan in scans.values() for kind in scan.recipes):
         if without := [source for source, scan in scans.items() if kind not in scan.recipes]:
@@ -148,13 +151,12 @@ def _recipes(config: Config, scans: dict[str, Scan]) -> tuple[list[Recipe], dict
                     fix="encode both again with the same configuration and version of sana-pipe",
                 )
         chosen.append(first)
-    _check_settings(config, chosen)
     return chosen, lacking
 
 
-def _check_settings(config: Config, recipes: list[Recipe]) -> None:
+def _check_settings(recipes: list[Recipe], encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> None:
     """Refuse settings of the encoders that differ from the cache's."""
-    sections = Encoders(config.vae, config.text), config.data, config.encode
+    sections = encoders, data, encode
     pairs = [pair for one in recipes if isinstance(one, Signal) for pair in one.settings(*sections).items()]
     different = [f"{key}: configuration {ours!r}, cache {theirs!r}" for key, (ours, theirs) in pairs if ours != theirs]
     if different:

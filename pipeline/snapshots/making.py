@@ -16,15 +16,17 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.snapshot import HeldOut, Policies
-from pipeline.config import Config, SourceConfig, setting
+from pipeline.cache.snapshot_head import HeldOut, Policies
+from pipeline.config import BucketConfig, SourceConfig, setting
 from pipeline.errors import CacheError
 from pipeline.signals.phash import ANEW, HashRecipe
 from pipeline.snapshots import balance, near, near_samples, selection
+from pipeline.snapshots.assemble import Assembled, assemble, folder_repeats
 from pipeline.snapshots.duplicates import Duplicates, Named, unused
 from pipeline.snapshots.filters import Filter
+from pipeline.snapshots.frames import Frame
 from pipeline.snapshots.inputs import Inputs
-from pipeline.snapshots.join import Assembled, Frame, Joined, assemble, folder_repeats, join, usable, without_policy
+from pipeline.snapshots.join import Joined, join, usable, without_policy
 from pipeline.snapshots.near import Report
 
 PAD_TEXT_MULTIPLE = 16
@@ -45,25 +47,30 @@ class Made:
 
 
 Comparing = Callable[[int], AbstractContextManager[Report]]
-"""Shows how far the comparison of so many hashes is."""
+"""Shows the progress of the comparison of a number of hashes."""
 
 
-def make(config: Config, inputs: Inputs, comparing: Comparing) -> tuple[Made, Made | None]:
+def make(
+    inputs: Inputs, settings: BucketConfig, validation: str | None, comparing: Comparing
+) -> tuple[Made, Made | None]:
     """The snapshot to train on, and the held-out part if there is one.
+
+    Args:
+        validation: name of the held-out snapshot of `train.validation`, if it names one.
 
     Raises:
         CacheError: `bucket.dedup: near` in a cache without hashes; or hashes of an earlier rule are to be compared.
         UserError: nothing is left to train on, or a filter names what is not there.
     """
-    return _Maker(config, inputs, comparing).make()
+    return _Maker(inputs, settings, validation, comparing).make()
 
 
 class _Maker:
     """Attributes: joined: the usable items of the sources, filtered, at all resolutions; earlier: the snapshot that the
     new one grows from."""
 
-    def __init__(self, config: Config, inputs: Inputs, comparing: Comparing):
-        self.config, self.settings, self.inputs, self.comparing = config, config.bucket, inputs, comparing
+    def __init__(self, inputs: Inputs, settings: BucketConfig, validation: str | None, comparing: Comparing):
+        self.inputs, self.settings, self.validation, self.comparing = inputs, settings, validation, comparing
         cache = inputs.caches[0]
         self.joined = Joined(scratch=cache.files.scratch)
         self._join()
@@ -94,8 +101,8 @@ class _Maker:
             elif wanted is None and counts[0]:
                 joined.notes.append(
                     f"source {source!r}: {sum(counts.values()) - counts[0]} pictures lie in folders such as 10_name, "
-                    f"whose numbers do not count, since {counts[0]} others lie in folders without one "
-                    f"({setting(f'bucket.sources.{source}.repeats', True)} lets them count, and visits the others once)"
+                    f"whose numbers are not used, since {counts[0]} others lie in folders without one "
+                    f"({setting(f'bucket.sources.{source}.repeats', True)} uses them, and visits the others once)"
                 )
             else:
                 joined.repeats[source] = {visits or 1: items for visits, items in sorted(counts.items())}
@@ -230,8 +237,7 @@ class _Maker:
     def _leaked(self, frame: Frame) -> dict[str, int]:
         """List, of the held-out snapshot that the configuration names, the samples that look like one of the
         training."""
-        validation, inputs = self.config.train.validation, self.inputs
-        named = None if validation is None else validation.snapshot
+        named, inputs = self.validation, self.inputs
         if named is None or HashRecipe.kind not in inputs.records.indexes:
             return {}
         try:
@@ -243,7 +249,7 @@ class _Maker:
         both = inputs.records.recipes, part.head.recipes_by_kind.values()
         if not all(map(near_samples.has_hashes, both)):
             self.joined.notes.append(
-                f"which samples of {named} look like one of these was not counted: one of the two has hashes of an "
+                f"samples of {named} that look like one of these were not counted: one of the two has hashes of an "
                 f"earlier version; {ANEW} makes them again, then sana-pipe bucket for both"
             )
             return {}

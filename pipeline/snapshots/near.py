@@ -20,12 +20,12 @@ from pipeline.images.perceptual_hash import BITS, GRID, VIEW_COLOURS, VIEW_WORDS
 DISTANCE = 17
 """Bits of 128 in which the hashes of near pictures may differ (docs/design.md has what other values find)."""
 MIN_QUALITY = 64
-"""Pictures below are in no group: their bits are noise, or those of every flat area."""
+"""Quality below which pictures are in no group: their bits are noise, or those of every flat area."""
 
 COLOURS = 8
 """Levels of 255 in which the mean chroma of a cell may differ between copies."""
 FACTOR = 1.5
-"""By which the chroma of a copy may be multiplied or divided, as a change of brightness does."""
+"""Factor by which the chroma of a copy may be multiplied or divided, as a change of brightness does."""
 
 IN_RANGE = 32  # hashes in a range of equal prefixes: fewer cost calls, more cost comparisons
 ROWS, COLUMNS = 512, 1024  # of a block: 4 MiB of differences
@@ -35,7 +35,7 @@ COMPARED = 1 << 15  # pairs whose colours are compared at a time: 16 MiB
 
 
 Report = Callable[[int, int], object]
-"""Called with how many hashes have been compared with all others, and of how many."""
+"""A function that takes the number of hashes that have been compared with all others, and the number of all."""
 
 
 def groups(hashed: np.ndarray, distance: int, report: Report = lambda done, total: None) -> np.ndarray:

@@ -15,12 +15,14 @@ import numpy as np
 
 from pipeline.cache.cache import Cache
 from pipeline.cache.recipes import Recipe
-from pipeline.cache.snapshot import CHUNK_ROWS, Snapshot, concatenated, taken
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_samples import CHUNK_ROWS, concatenated, taken
 from pipeline.errors import CacheError, ConfigError
 from pipeline.images.perceptual_hash import LENGTH, RULE, WORDS
 from pipeline.signals.phash import ANEW, HashRecipe
 from pipeline.snapshots import near
-from pipeline.snapshots.join import EncodedRecords, Frame, Joined, pieces
+from pipeline.snapshots.frames import Frame, pieces
+from pipeline.snapshots.join import EncodedRecords, Joined
 from pipeline.snapshots.record_values import read_records
 
 LARGEST = 10
@@ -122,7 +124,7 @@ class Alike:
     Attributes:
         pictures: (row, bits in which they differ), the nearest first.
         is_flat: whether the picture has too little detail to be compared.
-        flat: how many others have.
+        flat: number of others that have.
     """
 
     pictures: list[tuple[int, int]]

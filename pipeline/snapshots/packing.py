@@ -25,27 +25,15 @@ from pipeline.cache.codec import PLAIN
 from pipeline.cache.joint import JointWriter, Payload
 from pipeline.cache.layout import Paths
 from pipeline.cache.shard import ShardReader
-from pipeline.cache.snapshot import (
-    CHUNK_ROWS,
-    NAMES,
-    Bucket,
-    BucketPart,
-    Chunk,
-    Head,
-    PackedOrder,
-    Places,
-    RecordPlace,
-    Snapshot,
-    TextPlace,
-    samples_schema,
-    write_chunk,
-)
-from pipeline.cache.snapshot_lists import ChunkTable, ShardTable
+from pipeline.cache.snapshot import Snapshot
+from pipeline.cache.snapshot_head import Bucket, BucketPart, Head, PackedOrder, TextPlace
+from pipeline.cache.snapshot_lists import Chunk, ChunkTable, ShardTable
+from pipeline.cache.snapshot_samples import CHUNK_ROWS, NAMES, Places, RecordPlace, samples_schema, write_chunk
 from pipeline.errors import CacheError, UserError
 from pipeline.loader.schedule import permute
 
 OVERHEAD = 1536
-"""About so many bytes of tar and npy headers and padding per member."""
+"""Bytes of tar and npy headers and padding per member, roughly."""
 _SPAN = 1 << 16
 """Rows whose columns are read at a time."""
 WINDOW = 4

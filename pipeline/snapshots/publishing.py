@@ -9,11 +9,11 @@ import numpy as np
 
 from pipeline.cache.adopt import adopt, bring
 from pipeline.cache.layout import Paths
-from pipeline.cache.snapshot import check_sizes
+from pipeline.cache.snapshot_head import check_sizes
 from pipeline.signals.latent import LatentRecipe
 from pipeline.snapshots import selection
+from pipeline.snapshots.frames import pieces
 from pipeline.snapshots.inputs import Inputs
-from pipeline.snapshots.join import pieces
 from pipeline.snapshots.making import Made
 
 

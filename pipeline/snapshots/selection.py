@@ -21,7 +21,8 @@ from pipeline.cache.scratch import Scratch
 from pipeline.snapshots import filters
 from pipeline.snapshots.duplicates import Duplicates
 from pipeline.snapshots.filters import Filter
-from pipeline.snapshots.join import EncodedRecords, Frame, Joined, pieces, ranges
+from pipeline.snapshots.frames import Frame, pieces, ranges
+from pipeline.snapshots.join import EncodedRecords, Joined
 
 
 def filtered(
@@ -55,7 +56,7 @@ def filtered(
         if lacking := sorted({".".join(path) for rule in rules[source] for path in rule.paths - here.known}):
             joined.notes.append(
                 f"source {source!r}: none of its {len(scans[source])} items has {', '.join(lacking)}, so bucket.filter "
-                f"takes it as missing; bucket.sources.NAME.filter is a condition for another source alone"
+                f"takes it as missing; bucket.sources.NAME.filter is a condition for a single source"
             )
     elsewhere: dict[filters.Path, str] = {path: kind for here in types.values() for path, kind in here.items()}
 

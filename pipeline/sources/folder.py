@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.arrow import batches
-from pipeline.cache.keys import ItemRows
+from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.layout import digest
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
-from pipeline.cache.keys import ItemRows
+from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.scratch import Scratch
 from pipeline.config import setting
 from pipeline.errors import UserError

@@ -29,7 +29,7 @@ import xxhash
 from pipeline import retrying
 from pipeline.cache.connections import CHANGE_TIMES, Connection, ObjectAwayError, RequestFailed, refuse_credentials
 from pipeline.cache.disk import raise_if_of_machine
-from pipeline.cache.keys import ItemRows
+from pipeline.cache.item_rows import ItemRows
 from pipeline.cache.scratch import Scratch
 from pipeline.errors import UserError, expanded
 from pipeline.sources.filenames import error_text, escaped, is_url, unsafe_reason

@@ -12,18 +12,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.config import Config, StartWeights
+from pipeline.config import StartWeights
 from pipeline.models import hub
 from pipeline.models.adapters import Merged, adapter_from
 from pipeline.models.spec import ModelSpec, Values, digest_of
 from pipeline.training.checkpoint import CheckpointError, ModelTensors, recorded_origin
 
 
-def start_values(config: Config, spec: ModelSpec) -> Values:
+def start_values(weights: StartWeights | None, seed: int, spec: ModelSpec) -> Values:
     """The model's parameters in a new run: the files of `model.weights`, or values drawn with `train.seed`."""
-    weights = config.model.weights
     if weights is None:
-        return spec.initial(config.train.seed)
+        return spec.initial(seed)
     return spec.stored(hub.resolve(weights, widest=True), weights.variant)
 
 
@@ -59,16 +58,18 @@ def first_weights(stored: ModelTensors) -> Mapping[str, Tensor] | None:
     return {name: value.to(torch.float32, copy=True) for name, value in read}
 
 
-def whole_weights(config: Config, stored: ModelTensors, strength: float = 1.0) -> Mapping[str, Tensor]:
+def whole_weights(
+    weights: StartWeights | None, seed: int, stored: ModelTensors, strength: float = 1.0
+) -> Mapping[str, Tensor]:
     """Return the weights by parameter name: fp32, on the CPU, in the module's layout, each read on access.
 
     Args:
-        config: with the base of the training in `model`; another is refused.
+        weights, seed: as in `start_values`; another base than that of the training is refused.
         strength: a factor of an adapter's change; 0 is the base.
     """
     adapter = adapter_from(stored.document.adapter)
     if adapter is None:
         return stored
-    base = start_values(config, stored.architecture)
+    base = start_values(weights, seed, stored.architecture)
     check_base(stored.folder, stored.document.base, digest_of(base))
     return Merged(stored.architecture, adapter, base, stored, strength)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeline.config import Config, TrainConfig, reads, written
+from pipeline.config import ModelConfig, StartWeights, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.models import hub
 from pipeline.models.adapters import adapter_of
 from pipeline.models.spec import ModelSpec, Values, digest_of, spec_at, spec_from_arch
-from pipeline.options import MISSING, flat, value_at
 from pipeline.parallel.collectives import broadcast_from_rank_0, require_equal, run_on_all
 from pipeline.parallel.load_sharded import load_sharded
 from pipeline.parallel.parallelize import ParallelModel
@@ -76,7 +75,7 @@ def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Res
     counts = [p.numel() * (1 + 1j * p.requires_grad) for p in module.parameters()]
     start, base = None, None
     if resumed is None or trainable.adapter is not None:
-        values = run_on_all(lambda: start_values(context.config, trainable.spec))
+        values = run_on_all(lambda: start_values(context.task.model.weights, train.seed, trainable.spec))
         start = trainable.values(values, module, train.seed)
         base = broadcast_from_rank_0(lambda: digest_of(values)) if trainable.adapter is not None else None
         if resumed is not None:
@@ -130,7 +129,7 @@ def _restore(run: TrainingRun, resumed: Resumed) -> TrainingRun:
     absent = checkpoint.load(folder, document, run.model.module, run.optimizer, run.sections(), moments=fresh is None)
     if begins:
         return _begin(run, resumed, fresh, absent)
-    for line in changed_options(document.config, run.context.config):
+    for line in run.context.task.written.changed_since(document.config):
         log(f"changed since the checkpoint: {line}")
     if "ema" in absent and run.ema is not None:
         run.ema.restart()
@@ -168,11 +167,10 @@ def _begin(run: TrainingRun, resumed: Resumed, fresh: str | None, absent: set[st
     return replace(run, resumed=resumed)
 
 
-def with_text(config: Config, device: torch.device) -> Config:
-    """The configuration with `train.text` decided: as given, else packed where a kernel is."""
-    train = config.train
+def text_layout(train: TrainConfig, device: torch.device) -> Literal["padded", "packed"]:
+    """Decide `train.text`: as given, else packed where a kernel is."""
     fits = train.parallel.pp_size == 1 and has_packed_kernel(train, device)
-    return config.with_train(text=train.text or ("packed" if fits else "padded"))
+    return train.text or ("packed" if fits else "padded")
 
 
 def has_packed_kernel(train: TrainConfig, device: torch.device) -> bool:
@@ -181,31 +179,22 @@ def has_packed_kernel(train: TrainConfig, device: torch.device) -> bool:
     return fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def trainable_of(config: Config, task: TrainingTask, *, start: bool = True) -> Trainable:
+def trainable_of(train: TrainConfig, task: TrainingTask, *, start: bool = True) -> Trainable:
     """Return what the run trains. start: False: a checkpoint has its values, so that no start file of an adapter is
     read. Errors as in `architecture_of`."""
-    spec = architecture_of(config, task)
-    adapter = task.adapter if task.adapter is not None else adapter_of(config.train, spec, start=start)
-    return Trainable(spec, task.recipe or recipe_of(config.train, task.preserved), adapter)
+    spec = architecture_of(task.model, task.sample_size)
+    adapter = task.adapter if task.adapter is not None else adapter_of(train, spec, start=start)
+    return Trainable(spec, task.recipe or recipe_of(train, task.preserved), adapter)
 
 
-def architecture_of(config: Config, task: TrainingTask) -> ModelSpec:
-    """The model's shape: that of the weights, or `model.arch`."""
-    if config.model.arch is not None:
-        return spec_from_arch(config.model.arch, task.sample_size)
-    return architecture_of_weights(config)
+def architecture_of(model: ModelConfig, sample_size: int) -> ModelSpec:
+    """The model's shape: that of the weights, or `model.arch` with this side of the latent."""
+    if model.arch is not None:
+        return spec_from_arch(model.arch, sample_size)
+    assert model.weights is not None
+    return architecture_of_weights(model.weights)
 
 
-def architecture_of_weights(config: Config) -> ModelSpec:
+def architecture_of_weights(weights: StartWeights) -> ModelSpec:
     """The shape of `model.weights`, from its `config.json`."""
-    weights = config.model.weights
-    assert weights is not None
     return spec_at(hub.resolve(weights, ("config.json",)), weights.variant)
-
-
-def changed_options(earlier: dict[str, Any], config: Config) -> list[str]:
-    """`train.optim.lr: 0.0001 -> 2e-05` for every training option or section that differs and that both have."""
-    now = written(config)
-    names = sorted({name for tree in (earlier, now) for name, _ in flat(tree) if reads("train", name)})
-    values = [(name, value_at(earlier, name, MISSING), value_at(now, name, MISSING)) for name in names]
-    return [f"{name}: {old} -> {new}" for name, old, new in values if MISSING not in (old, new) and old != new]

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.amounts import amount
 from pipeline.cache.disk import file_digest, make_folder, replacing, sync_path
-from pipeline.config import Config, written
+from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError, UserError, writing
 from pipeline.launch import detect
 from pipeline.loader.loader import LoaderState
@@ -116,6 +116,10 @@ class Resumed(NamedTuple):
         """The number of runs before this one, each begun from the one before; it keys order, noise and captions."""
         return self.document.state.phase + self.begins
 
+    def as_begun(self, option: str) -> Any:
+        """An option below `train` as the run began with it; None: it begins now."""
+        return None if self.begins else value_at(self.document.config["train"], option)
+
     @property
     def began_from(self) -> dict[str, Any] | None:
         """Return it as the documents of the run have it."""
@@ -141,27 +145,30 @@ class Saver:
 
     Args:
         root: the run's `checkpoints` folder.
-        identity, config, began_from: stored in every checkpoint; see `Document`.
+        contents, began_from: stored in every checkpoint; see `Document`.
+        train: decides which checkpoints stay.
         log: prints a line for every published checkpoint, perhaps from another thread.
         lock: of the run directory; checked before each publication and removal.
+        patience_s: how long a process waits for the others.
     """
 
     def __init__(
         self,
         root: Path,
-        identity: Mapping[str, Any],
-        config: Config,
+        contents: Mapping[str, Any],
+        train: TrainConfig,
         log: Callable[[str], None],
         lock: Lock,
         began_from: dict[str, Any] | None,
+        patience_s: float,
     ):
-        self._root, self._identity, self._config, self._log = root, identity, config, log
+        self._root, self._contents, self._train, self._log = root, contents, train, log
         self._lock, self._began_from = lock, began_from
         self._earlier_leftovers = leftovers(root)  # of earlier attempts: no later one begins during the lock
         self._thread = thread_of_this_device("checkpoint") if IN_BACKGROUND else None
         self._host_copy = HostCopy(log)
         # The thread's collectives must not mix with those of the training: a separate group.
-        self._group = dist.new_group(backend="gloo", timeout=wait(config.patience_s)) if self._thread else None
+        self._group = dist.new_group(backend="gloo", timeout=wait(patience_s)) if self._thread else None
         self._in_flight: Future[Path] | None = None
         self._copies: bool | None = None  # whether main memory holds them; None: not known yet
 
@@ -243,8 +250,7 @@ class Saver:
             "version": VERSION,
             "layout": LAYOUT,
             "state": state.as_dict(),
-            **self._identity,
-            "config": written(self._config),
+            **self._contents,
             "processes": dist.get_world_size(),
             "torch": torch.__version__,
             "files": files,
@@ -275,7 +281,7 @@ class Saver:
         """Remove all checkpoints but the newest `keep_checkpoints`, those of every `keep_every`th step and those with
         the lowest held-out loss, and the leftovers of interrupted saves and removals of this attempt and earlier ones.
         Each checkpoint is renamed first: a half-removed checkpoint must not look damaged."""
-        train, token = self._config.train, self._lock.token
+        train, token = self._train, self._lock.token
         for path in leftovers(self._root):
             if path in self._earlier_leftovers or f".{token}." in path.name:
                 self._lock.check()
@@ -644,20 +650,17 @@ class ModelTensors(Mapping[str, Tensor]):
         return len(self._entries)
 
 
-def as_trained(config: Config, earlier: dict[str, Any]) -> Config:
-    """The configuration with what decides a drawing as it was in a training (`earlier`): pictures are those that it
-    draws, whatever the file says today."""
-    train = earlier["train"]
-    flow = type(config.train.flow).model_validate(train["flow"])
-    return config.with_train(recipe=train["recipe"], flow=flow)
+def as_trained(train: TrainConfig, earlier: dict[str, Any]) -> TrainConfig:
+    """The options of `train` with what decides a drawing as it was in a training (`earlier`, a whole configuration):
+    pictures are those that it draws, whatever the file says today."""
+    then = earlier["train"]
+    return train.model_copy(update={"recipe": then["recipe"], "flow": type(train.flow).model_validate(then["flow"])})
 
 
-def other_drawing(config: Config, trained: Config) -> list[str]:
+def other_drawing(train: TrainConfig, trained: TrainConfig) -> list[str]:
     """Say what `as_trained` has changed, in words: `train.flow.shift 3.0, not 1.0`."""
-    names = ("train.flow.shift", "train.recipe")
-    given, taken = config.model_dump(), trained.model_dump()
-    values = [(name, value_at(taken, name), value_at(given, name)) for name in names]
-    return [f"{name} {old}, not {new}" for name, old, new in values if old != new]
+    values = [("flow.shift", trained.flow.shift, train.flow.shift), ("recipe", trained.recipe, train.recipe)]
+    return [f"train.{name} {old}, not {new}" for name, old, new in values if old != new]
 
 
 def resolve(root: Path, resume: str | Path, option: str = "--resume") -> Path | None:
@@ -697,9 +700,9 @@ def refuse_runs(folder: Path, option: str) -> None:
         )
 
 
-def find(config: Config, checkpoint: str) -> Path:
+def find(output: str | Path, checkpoint: str) -> Path:
     """The folder that `--checkpoint` names: `auto` is the newest of `train.output`; else see `resolve`."""
-    root = Path(config.train.output) / "checkpoints"
+    root = Path(output) / "checkpoints"
     folder = resolve(root, checkpoint, "--checkpoint")
     if folder is None:
         refuse_runs(root.parent, "--checkpoint")
@@ -707,11 +710,12 @@ def find(config: Config, checkpoint: str) -> Path:
     return folder
 
 
-def find_best(config: Config, run: str, *, ema: bool = False) -> tuple[Path, float]:
+def find_best(output: str | Path, run: str, *, ema: bool = False) -> tuple[Path, float]:
     """The checkpoint with the lowest held-out loss, and its loss.
 
     Args:
-        run: `auto` (`train.output`), or a run directory.
+        output: `train.output`.
+        run: `auto` (that one), or a run directory.
         ema: by the loss of the EMA weights.
 
     Raises:
@@ -719,8 +723,8 @@ def find_best(config: Config, run: str, *, ema: bool = False) -> tuple[Path, flo
     """
     if run != "auto" and _COMPLETE.fullmatch(Path(run).resolve().name):
         raise ConfigError(f"--best chooses a checkpoint, and --checkpoint {run} is one", fix="leave one of them out")
-    find(config, run)  # its errors
-    root = Path(config.train.output if run == "auto" else run) / "checkpoints"
+    find(output, run)  # its errors
+    root = Path(output if run == "auto" else run) / "checkpoints"
     there = {step_of(path): path for path in complete(root)}
     if not there:
         raise ConfigError(f"--checkpoint {run}: is no run directory", expected="checkpoints/step-XXXXXXXX in it")

@@ -7,10 +7,11 @@ What: `check_inputs` needs no other process: it runs before the process group is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
-from pipeline.config import Config, TrainConfig
+from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch, check_accelerate, check_compiler, check_restart, resolve_device
 from pipeline.metrics import trackers
@@ -30,23 +31,23 @@ _OF_A_NODE = {"output", "device", "trackers"}
 """Options of `train` that may differ between nodes."""
 
 
-def check_inputs(config: Config, task: TrainingTask, launch: Launch, log: Log) -> Context:
-    """Refuse a configuration that this launch, device, installation or data cannot carry out."""
-    train = config.train
+def check_inputs(train: TrainConfig, task: TrainingTask, launch: Launch, log: Log) -> Context:
+    """Refuse options that this launch, device, installation or data cannot carry out."""
     assert train.epochs is None and not train.undecided, "the stage decides them"
     layout = check_sizes(train.parallel, launch.world)
     device = resolve_device(train.device, launch)
-    check_accelerate(train, device)
+    check_accelerate(device, precision=train.precision, compiled=train.compile, chosen=train.device)
     check_restart()
     check_compiler(device, train.compile != "none")
     optimizers.check(train.optim)
     trackers.check(train.trackers, "train.trackers")
     check_text(train, device)
     task.check(layout)
-    check_layout(train, lambda: architecture_of(config, task), task.batches, layout)
+    shape = partial(architecture_of, task.model, task.sample_size)
+    check_layout(train, shape, task.batches, layout)
     if task.pictures is not None:
-        drawings.check(config, task, architecture_of(config, task))
-    return Context(config, task, launch, layout, device, log)
+        drawings.check(train.microbatch, task, shape())
+    return Context(train, task, launch, layout, device, log)
 
 
 def check_start(context: Context, trainable: Trainable, resumed: Resumed | None) -> None:

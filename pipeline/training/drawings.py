@@ -22,7 +22,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from pipeline.cache.disk import make_folder, replacing
-from pipeline.config import Config, PicturesConfig
+from pipeline.config import PicturesConfig
 from pipeline.errors import ConfigError, writing
 from pipeline.models.sampler import INPUTS, Sampling, prompt_noise, sample
 from pipeline.models.spec import ModelSpec
@@ -49,7 +49,7 @@ class Drawings:
     def __init__(self, run: TrainingRun, journal: Metrics | None, stop: StopRequest, lock: Lock):
         self.run, self.journal, self.stop, self.lock = run, journal, stop, lock
         context = run.context
-        self.prompts, self.settings = context.task.pictures, context.config.sample
+        self.prompts, self.settings = context.task.pictures, context.task.sample
         self.every = (context.train.pictures or PicturesConfig()).every
         if self.prompts is None:
             return
@@ -62,7 +62,7 @@ class Drawings:
         share, part = -(-count // layout.data_world), layout.data_rank(rank)
         self.numbers = [min(number, count - 1) for number in range(part * share, (part + 1) * share)]
         self.sends = rank == min(other for other in range(layout.world) if layout.data_rank(other) == part)
-        self.size = drawn_at_once(context.config, context.task)
+        self.size = drawn_at_once(context.train.microbatch, context.task)
         self.rows, self.null, self.controls = run_on_all(self._read)
 
     def __call__(self, step: int) -> bool:
@@ -161,16 +161,16 @@ class Drawings:
         return json.dumps(values, ensure_ascii=False)
 
 
-def drawn_at_once(config: Config, task: TrainingTask) -> int:
+def drawn_at_once(microbatch: int, task: TrainingTask) -> int:
     """Pictures in a forward pass of a process: as many as have the image tokens of a training microbatch, at least 1.
 
     Raises:
         ConfigError: a single picture would have more than `_MOST` times as many.
     """
     assert task.pictures is not None
-    size, samples = task.pictures.height * task.pictures.width, 1 if config.sample.guidance == 1 else 2
+    size, samples = task.pictures.height * task.pictures.width, 1 if task.sample.guidance == 1 else 2
     largest = max(int(height) * int(width) for height, width in (name.split("x") for name in task.batches))
-    trained = config.train.microbatch * largest
+    trained = microbatch * largest
     if size * samples > _MOST * trained:
         raise ConfigError(
             f"train.pictures: {task.pictures.height}x{task.pictures.width} may need more memory than a step",
@@ -181,10 +181,10 @@ def drawn_at_once(config: Config, task: TrainingTask) -> int:
     return max(1, trained // (size * samples))
 
 
-def check(config: Config, task: TrainingTask, architecture: ModelSpec) -> None:
+def check(microbatch: int, task: TrainingTask, architecture: ModelSpec) -> None:
     """Refuse pictures that the model cannot draw, or that need more memory than a step."""
     prompts = task.pictures
     assert prompts is not None
     option = "--set 'train.pictures.size=[{height}, {width}]'"
     architecture.check_sides(prompts.height, prompts.width, prompts.compression, option)
-    drawn_at_once(config, task)
+    drawn_at_once(microbatch, task)

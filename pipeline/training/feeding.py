@@ -19,7 +19,6 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.config import Config
 from pipeline.errors import RejectRateError
 from pipeline.loader.loader import Batch
 from pipeline.parallel.collectives import raise_first_error
@@ -47,6 +46,8 @@ class Feed(Generic[Mark]):
     Args:
         steps: this process's microbatches and the state after them (or another mark).
         replaced: number of this process's samples so far that are substitutes for unreadable ones.
+        folder: the run directory.
+        patience_s: how long storage is waited for.
         log: prints one line, on the first process only.
         group: of an earlier feed, to be used again.
 
@@ -59,18 +60,19 @@ class Feed(Generic[Mark]):
         self,
         steps: Iterator[tuple[list[Batch], Mark]],
         replaced: Callable[[], int],
-        config: Config,
+        folder: Path,
+        patience_s: float,
         log: Callable[[str], None],
         group: dist.ProcessGroup | None = None,
     ):
         self._steps, self._replaced, self._log = steps, replaced, log
-        self._config_path = shlex.quote(str(Path(config.train.output) / "config.yaml"))
+        self._config_path = shlex.quote(str(folder / "config.yaml"))
         self.broken, self.share = False, 0.0
         self._error: Exception | None = None
         self._warned = False
         self._samples = 0
         self._counts = deque([(0, 0)])  # samples and substitutes since the start, after each step of the window
-        timeout = wait(2 * config.patience_s)  # a process may wait for several reads of a step
+        timeout = wait(2 * patience_s)  # a process may wait for several reads of a step
         self.group = group
         if group is None and dist.get_world_size() > 1:
             self.group = dist.new_group(backend="gloo", timeout=timeout)

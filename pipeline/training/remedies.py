@@ -1,9 +1,9 @@
 """Settings that lower the memory of a run: one table for `sana-pipe plan` and for the advice of `train`.
 
-`memory_advice` lists them for a run that is out of memory; docs/memory.md has them in the same order. It traces
-nothing: the process has no memory to spare, and its prediction was wrong. So it never proposes what can need more, and
-ends with the command that checks the settings. `pipeline.planning.search` decides those of `searched` itself, proposes
-`LADDER` and `OFFLOAD`, and traces each of them.
+`memory_advice` lists them for a run that is out of memory; docs/guides/training-big.md has them in the same order. It
+traces nothing: the process has no memory to spare, and its prediction was wrong. So it never proposes what can need
+more, and ends with the command that checks the settings. `pipeline.planning.search` decides those of `searched` itself,
+proposes `LADDER` and `OFFLOAD`, and traces each of them.
 """
 
 from __future__ import annotations

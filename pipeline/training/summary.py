@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.amounts import duration
 from pipeline.cache.disk import replacing
-from pipeline.cache.snapshot import Head
+from pipeline.cache.snapshot_head import Head
 from pipeline.errors import UserError, writing
 from pipeline.loader.loader import LoaderState
 from pipeline.loader.schedule import Schedule

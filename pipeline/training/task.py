@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.config import Config, TrainConfig
+from pipeline.config import ModelConfig, SampleConfig, TrainConfig
 from pipeline.launch import Launch
 from pipeline.loader.loader import Batch, LoaderState
 from pipeline.models.adapters import Adapter
+from pipeline.options import MISSING, flat, value_at
 from pipeline.parallel.mesh import Layout
+from pipeline.retrying import PATIENCE_S
 from pipeline.training.recipes import Recipe
 
 Log = Callable[[str], None]
@@ -47,8 +49,28 @@ class DrawnPrompts:
 
 
 @dataclass(frozen=True)
+class WrittenConfiguration:
+    """The whole configuration as a run writes it into its files: without credentials, of which nothing is read back.
+
+    Attributes:
+        tree: section -> option -> value, with defaults.
+        is_read: (option) -> whether a training reads it.
+    """
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    is_read: Callable[[str], bool] = lambda option: True
+
+    def changed_since(self, earlier: dict[str, Any]) -> list[str]:
+        """`train.optim.lr: 0.0001 -> 2e-05` for every option or section of training that differs from that of an
+        earlier tree and that both have."""
+        names = sorted({name for tree in (earlier, self.tree) for name, _ in flat(tree) if self.is_read(name)})
+        values = [(name, value_at(earlier, name, MISSING), value_at(self.tree, name, MISSING)) for name in names]
+        return [f"{name}: {old} -> {new}" for name, old, new in values if MISSING not in (old, new) and old != new]
+
+
+@dataclass(frozen=True)
 class TrainingTask:
-    """The data of a run, as far as the trainer must know it.
+    """The data of a run and what else it needs beside the options of `train`, as far as the trainer must know it.
 
     Attributes:
         first_state: snapshot, seed and phase of the order; its step is ignored.
@@ -62,9 +84,13 @@ class TrainingTask:
             many samples at the beginning of each count; equally many on every process. None: no validation.
         leaked: held-out samples that look like one of the training, as far as that is known.
         old_samples: ids of held-out samples whose loss is shown apart, uint64 (n,); None: none.
-        pictures: what is drawn at `train.pictures`; None: nothing.
+        pictures: what is drawn at `train.pictures`; None: nothing. sample: steps, guidance and seed of the drawing.
         recipe: what is learned; None: that of the configuration. adapter: the part of the model that is trained; None:
             that of the configuration. preserved: (n, D) text rows of each of `train.preserve.prompt`.
+        model: the weights that the run begins with, or the shape of a new model.
+        written: the configuration for the files of the run.
+        patience_s: how long processes wait for each other and for storage, at least.
+        textfile: see `metrics.textfile`.
         check: refuses what the data do not allow under a layout; called before anything is started.
         expect: predicts memory and speed; called on the first process, before there is a process group.
         accepted: called on the first process once it is certain that this run may start or resume.
@@ -85,6 +111,11 @@ class TrainingTask:
     recipe: Recipe | None = None
     adapter: Adapter | None = None
     preserved: Sequence[Tensor] = ()
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(arch={}))
+    written: WrittenConfiguration = field(default_factory=WrittenConfiguration)
+    patience_s: float = PATIENCE_S
+    textfile: str | None = None
     check: Callable[[Layout], None] = lambda layout: None
     expect: Callable[[Context], Compare | None] = lambda context: None
     accepted: Callable[[], None] = lambda: None
@@ -105,7 +136,7 @@ class Report:
 class Context:
     """The checked inputs of a run. log: prints one line, on the first process only."""
 
-    config: Config
+    train: TrainConfig
     task: TrainingTask
     launch: Launch
     layout: Layout
@@ -113,10 +144,6 @@ class Context:
     log: Log
 
     @property
-    def train(self) -> TrainConfig:
-        return self.config.train
-
-    @property
     def folder(self) -> Path:
         """The run directory."""
-        return Path(self.config.train.output)
+        return Path(self.train.output)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from pipeline import retrying
 from pipeline.cache.disk import replacing
-from pipeline.config import Config, dump, written
+from pipeline.config import TrainConfig
 from pipeline.errors import UserError, printed_first, writing
 from pipeline.launch import Launch, set_tf32
 from pipeline.loader.loader import Batch, LoaderState
@@ -48,12 +48,13 @@ from pipeline.training.stop_request import StopRequest, catch_signals_of
 from pipeline.training.task import Compare, Context, Log, Report, TrainingTask
 from pipeline.training.throughput import Throughput
 from pipeline.training.validation import Validation
+from pipeline.yaml_text import as_yaml
 
 T = TypeVar("T")
 
 
 def fit(
-    config: Config,
+    train: TrainConfig,
     task: TrainingTask,
     launch: Launch,
     *,
@@ -62,7 +63,7 @@ def fit(
     log: Log = print,
     stop: StopRequest | None = None,
 ) -> Report:
-    """Train until `config.train.steps`. Called by every process of the launch.
+    """Train until `train.steps`. Called by every process of the launch.
 
     Args:
         resume: None starts anew (the run directory must not hold checkpoints), `auto` continues from the newest
@@ -77,14 +78,14 @@ def fit(
     """
     progress = LiveLine(launch.is_main and sys.stdout.isatty() and sys.stderr.isatty())
     log = progress.above(log)
-    context = check_inputs(config, task, launch, log if launch.is_main else lambda line: None)
-    train, log = context.train, context.log
+    context = check_inputs(train, task, launch, log if launch.is_main else lambda line: None)
+    log = context.log
     set_tf32(train.tf32)
     for line in launch.advice:
         log(f"note: {line}")
     expected = task.expect(context) if launch.is_main else None
     with (
-        open_mesh(launch, train.parallel, context.device, context.layout, patience_s=config.patience_s) as mesh,
+        open_mesh(launch, train.parallel, context.device, context.layout, patience_s=task.patience_s) as mesh,
         memory_errors(train),
         catch_signals_of(launch) if stop is None else nullcontext(stop) as stop,
         run_lock(context.folder, log) as lock,
@@ -93,7 +94,7 @@ def fit(
         resumed, notes = broadcast_from_rank_0(lambda: checkpoint.choose(context.folder, resume, origin))
         for line in notes:
             log(line)
-        trainable = run_on_all(lambda: trainable_of(config, task, start=resumed is None))
+        trainable = run_on_all(lambda: trainable_of(train, task, start=resumed is None))
         check_start(context, trainable, resumed)
         if resumed is not None and (done := resumed.done) >= train.steps:
             lacking = broadcast_from_rank_0(lambda: _not_looked_at(context)) if done == train.steps else []
@@ -121,14 +122,15 @@ def _not_looked_at(context: Context) -> list[str]:
 def _open_run_directory(run: TrainingRun, expected: Compare | None, progress: LiveLine) -> Metrics:
     """Make the run directory, rename an earlier configuration that differs, open the journal."""
     context, folder = run.context, run.context.folder
-    text, path = dump(context.config), folder / "config.yaml"
+    tree = context.task.written.tree
+    text, path = as_yaml(tree, sort_keys=False), folder / "config.yaml"
     with writing(folder, "check the rights, or set train.output", again="--resume auto"):
         if path.exists() and (earlier := path.read_bytes()) != text.encode():
             (folder / f"config-until-step-{run.done:08d}.yaml").write_bytes(earlier)
         checkpoint.record(folder, run.resumed)
         with replacing(path) as work:
             work.write_text(text, encoding="utf-8")
-    services = Trackers(context.train.trackers, folder, run.done, written(context.config), context.log)
+    services = Trackers(context.train.trackers, folder, run.done, tree, context.log)
     journal = Metrics(folder / "metrics.jsonl", context.log, services, expected, progress, context.task.epoch_steps)
     journal.start(
         step=run.done,
@@ -168,12 +170,13 @@ class Loop:
         self.step, self.journal, self.stop, self.lock = run.step, journal, stop, lock
         self.throughput = Throughput(context.train, run.trainable.spec, context.layout, context.device, context.log)
         self.part = context.layout.data_rank(dist.get_rank())
+        task, contents = context.task, {**run.identity, "config": context.task.written.tree}
         self.saver = checkpoint.Saver(
-            context.folder / "checkpoints", run.identity, context.config, context.log, lock, run.began_from
+            context.folder / "checkpoints", contents, self.train, context.log, lock, run.began_from, task.patience_s
         )
         rank, name = context.launch.rank, "/".join(context.folder.absolute().parts[-2:])
         labels = {"stage": "train", "run": name, "task": rank, "folder": context.folder.resolve()}
-        self.textfile = Textfile(context.config.metrics.textfile, labels, retrying.log)
+        self.textfile = Textfile(task.textfile, labels, retrying.log)
         self.began = time.perf_counter()
         self.done, self.saved = run.done, run.checkpoint
         self.loss: float | None = None
@@ -195,7 +198,13 @@ class Loop:
             self.textfile.renewed(),
             tracing(self.train.profile, context.folder, launch.rank, context.device, context.log) as traced,
         ):
-            feed = Feed(microbatches, lambda: getattr(loader, "substituted", 0), context.config, context.log)
+            feed = Feed(
+                microbatches,
+                lambda: getattr(loader, "substituted", 0),
+                context.folder,
+                context.task.patience_s,
+                context.log,
+            )
             state: LoaderState | None = None
             self._look(state)
             for waited, batches, state in feed:

@@ -91,7 +91,7 @@ class Validation:
         context, step, model = self.run.context, self.run.step, self.run.model
         totals: Totals = {}
         with closing(self._microbatches()) as microbatches, evaluating(self.run):
-            feed = Feed(microbatches, lambda: 0, context.config, context.log, self.group)
+            feed = Feed(microbatches, lambda: 0, context.folder, context.task.patience_s, context.log, self.group)
             self.group = feed.group
             for _, (batch,), counted in feed:
                 prepared = (step.prepare(batch, level) for level in self.levels)

@@ -65,7 +65,7 @@ def measured(name: str, cards: int, options: list[str], buckets: Mapping[tuple[i
     """GiB of the steps, allocator retries, and the prediction."""
     config = load(name, options)
     train, data = config.train, Data(buckets, None, ROWS)
-    shape, layout = architecture(config, data), check_sizes(train.parallel, cards)
+    shape, layout = architecture(config.model, config.data.resolution, data), check_sizes(train.parallel, cards)
     here = card(sys.argv[1])
     plan = predict(train, shape, data, Machine(here, here.memory, cards), layout=layout)
     with first_of(cards, layout.sizes) as mesh:

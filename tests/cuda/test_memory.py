@@ -1,4 +1,4 @@
-"""Memory of the kit's rows on the pretended card: what a real H100 measured (docs/gpu.md), and what `plan` says."""
+"""Memory of the kit's rows on a pretended card: what an H100 measured (docs/measurements.md), and what `plan` says."""
 
 from __future__ import annotations
 

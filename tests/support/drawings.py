@@ -11,6 +11,13 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from pipeline.cache.prompts import PromptSet
+from pipeline.cache.snapshot import Snapshot
+from pipeline.config import Config
+from pipeline.models.adapters import Adapter
+from pipeline.models.sampler import Sampling
+from pipeline.models.spec import ModelSpec
+from pipeline.reporting import draw_latents
 from pipeline.reporting.run_pictures import DECODED, Drawing
 from pipeline.signals.latent import LatentRecipe
 
@@ -61,3 +68,29 @@ def paint(path: Path, *, shade: int = 0, missing: Sequence[str] = ()) -> None:
             Image.new("RGB", (48, 32), (shade, 40 * number, 200)).save(drawing.folder / f"{name}.png")
     made = {name: None if name in missing else f"{name}.png" for name in names}
     (drawing.folder / DECODED).write_text(json.dumps({"latents": drawing.digest, "files": made}))
+
+
+def draw_for(
+    config: Config, architecture: ModelSpec, weights: dict[str, torch.Tensor], snapshot: Snapshot, rows: list[int]
+) -> list[draw_latents.DrawnLatent]:
+    """`draw_latents.draw_for` on the CPU, as `sample` calls it."""
+    model = draw_latents.open_model(config.train, architecture, weights, torch.device("cpu"))
+    return draw_latents.draw_for(model, _sampling(config), config.sample.seed, snapshot, rows)
+
+
+def draw_prompts(
+    config: Config,
+    architecture: ModelSpec,
+    weights: dict[str, torch.Tensor],
+    prompts: PromptSet,
+    shape: tuple[int, int, int],
+    adapter: Adapter | None = None,
+    control: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """`draw_latents.draw_prompts` on the CPU, as `sample` calls it."""
+    model = draw_latents.open_model(config.train, architecture, weights, torch.device("cpu"), adapter)
+    return draw_latents.draw_prompts(model, _sampling(config), config.sample.seed, prompts, shape, control)
+
+
+def _sampling(config: Config) -> Sampling:
+    return Sampling.of(config.sample, config.train.flow.shift, config.train.drawn_at_once)

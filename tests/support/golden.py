@@ -49,7 +49,7 @@ def run_config(golden: Path, steps: int) -> Config:
 def losses_after(golden: Path, start: int) -> list[float]:
     """Resume the run and return its losses up to step 8."""
     settings = run_config(golden, 8)
-    fit(settings, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: None)
+    fit(settings.train, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: None)
     return [row["loss"] for row in metrics.read(golden / "run" / "metrics.jsonl") if row["step"] > start]
 
 
@@ -94,7 +94,7 @@ def record() -> None:
         figures |= {"snapshots": made, "orders": orders}
         shutil.rmtree(folder / "run")
         settings = run_config(folder, 4)
-        fit(settings, tiny_run.task(settings), Launch(), log=lambda line: None)
+        fit(settings.train, tiny_run.task(settings), Launch(), log=lambda line: None)
         shutil.copytree(folder / "run" / "checkpoints", folder / "four" / "run" / "checkpoints")
         shutil.rmtree(folder / "run")
         shutil.copytree(folder / "four" / "run", folder / "run")

@@ -1,11 +1,15 @@
-"""A narrow model and one batch of it, for plans."""
+"""A narrow model and one batch of it, and shorter calls of the planner."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from pipeline.config import Config, TrainConfig
 from pipeline.models.sana_config import SanaConfig
 from pipeline.parallel.mesh import Layout
+from pipeline.planning import auto
+from pipeline.planning.predict import Data, Machine
+from pipeline.planning.search import Search
 from pipeline.planning.trace import Shape
 
 NARROW = SanaConfig(
@@ -19,3 +23,14 @@ NARROW = SanaConfig(
 SHAPE = Shape(12, 12, 32, 2)
 ALONE = Layout(1, 1, 1, 1)
 COMPUTE: dict[str, Any] = {"microbatch": 8, "activation_checkpointing": "full", "compile": "none"}
+
+
+def data_of(config: Config) -> Data:
+    return Data.configured(config.model, config.data, config.bucket, config.text.max_length)
+
+
+def decide(
+    config: Config, shape: SanaConfig, data: Data, machine: Machine, begun: auto.Begun | None = None
+) -> tuple[TrainConfig, list[str]]:
+    """`auto.decide` by a search that is opened where it is needed."""
+    return auto.decide(config.train, machine, lambda: Search(shape, data, machine, config.bears), begun)

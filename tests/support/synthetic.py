@@ -20,6 +20,7 @@ from pipeline.cache.recipes import Recipe
 from pipeline.cache.scan_table import SCAN
 from pipeline.config import Config, load
 from pipeline.images import buckets
+from pipeline.locations import cache_location
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
 from pipeline.sources import caption_rules as captions
@@ -79,7 +80,7 @@ def add(
         without: items whose latents are not made.
     """
     pictures, table = list(pictures), table or TABLE
-    cache = Cache.of(of, create=True)
+    cache = cache_location(of).open(create=True)
     text = text_recipe(of)
     rows = [
         {

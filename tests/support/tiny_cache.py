@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import index, layout, shard, snapshot
+from pipeline.cache import index, layout, shard, snapshot_samples
 from pipeline.cache.cache import Cache, Unit
-from pipeline.cache.snapshot import Bucket, Head, Policies, TextPlace
+from pipeline.cache.snapshot_head import Bucket, Head, Policies, TextPlace
 from pipeline.cache.snapshot_lists import ChunkTable, ShardTable
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.text import TextRecipe
@@ -111,10 +111,10 @@ def build(
         rows += [pair[0] for pair in picked]
         written += [pair[1] for pair in picked]
         first += count
-    null = rows_by_key[text.null_key]
+    null, chunk_rows = rows_by_key[text.null_key], snapshot_samples.CHUNK_ROWS
     tables = (
-        pa.Table.from_pylist(rows, schema=snapshot.samples_schema([latent, text])),
-        pa.Table.from_pylist(written, schema=snapshot.NAMES),
+        pa.Table.from_pylist(rows, schema=snapshot_samples.samples_schema([latent, text])),
+        pa.Table.from_pylist(written, schema=snapshot_samples.NAMES),
     )
     head = Head(
         recipes={"latent": latent.values(), "text": text.values()},
@@ -133,8 +133,8 @@ def build(
         left_out={},
         sources={},
         chunks=ChunkTable.of(
-            snapshot.write_chunk(cache.files, *(table.slice(first, snapshot.CHUNK_ROWS) for table in tables))
-            for first in range(0, len(rows), snapshot.CHUNK_ROWS)
+            snapshot_samples.write_chunk(cache.files, *(table.slice(first, chunk_rows) for table in tables))
+            for first in range(0, len(rows), chunk_rows)
         ),
     )
     cache.add_snapshot(head, None)

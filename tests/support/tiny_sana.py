@@ -48,7 +48,8 @@ def inputs(shape: tuple[int, int], seed: int = 4) -> tuple[Tensor, Tensor, Tenso
 def load_weights(folder: Path, variant: str | None = None) -> tuple[SanaConfig, dict[str, Tensor]]:
     """The configuration, and every parameter in the file's dtype and our layout."""
     files = WeightFiles(folder, variant)
-    return files.config, {name: files.read(name, [0] * len(shape), shape) for name, shape in files.shapes.items()}
+    config = SanaConfig.from_dict(files.config.to_dict())
+    return config, {name: files.read(name, [0] * len(shape), shape) for name, shape in files.shapes.items()}
 
 
 def load_transformer(

@@ -90,7 +90,7 @@ def run(own: Launch, settings: Config, begin: Path | None = None, **options: Any
     try:
         layout = mesh.check_sizes(settings.train.parallel, own.world)
         task = tiny_run.task(settings, layout.data_rank(own.rank), layout.data_world, **options)
-        fit(settings, task, own, resume="auto", origin=begin, log=lambda line: None)
+        fit(settings.train, task, own, resume="auto", origin=begin, log=lambda line: None)
     except UserError as error:
         return f"{type(error).__name__}: {error}"
     return ""

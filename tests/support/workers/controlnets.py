@@ -15,7 +15,8 @@ from torch import nn
 
 from pipeline.launch import Launch
 from pipeline.models.adapters.controlnet import PREFIX
-from pipeline.models.sana_config import SanaConfig, deinterleave
+from pipeline.models.sana_config import SanaConfig
+from pipeline.models.sana_shape import deinterleave
 from pipeline.parallel import mesh
 from pipeline.parallel.microbatch import Outputs
 from pipeline.parallel.parallelize import parallelize

@@ -74,7 +74,7 @@ def run(
     task = tiny_run.task(settings, layout.data_rank(launch.rank), layout.data_world)
     if texts is not None and task.pictures is not None:
         task = replace(task, pictures=replace(task.pictures, texts=task.pictures.texts[:texts]))
-    return fit(settings, task, launch, resume=resume, log=lambda line: None, stop=stop)
+    return fit(settings.train, task, launch, resume=resume, log=lambda line: None, stop=stop)
 
 
 def drawn(folder: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:

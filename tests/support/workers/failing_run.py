@@ -30,7 +30,7 @@ def run(*args: object, **options: object) -> None:
 
     TrainStep.prepare = fail  # type: ignore[method-assign]
     settings = tiny_run.config(Path(sys.argv[1]), steps=8, save_every=2)
-    fit(settings, tiny_run.task(settings, launch.rank, launch.world), launch, log=lambda line: None)
+    fit(settings.train, tiny_run.task(settings, launch.rank, launch.world), launch, log=lambda line: None)
 
 
 if __name__ == "__main__":

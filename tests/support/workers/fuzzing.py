@@ -37,7 +37,7 @@ from pipeline.config import DataConfig
 from pipeline.encoding import scan
 from pipeline.errors import UserError
 from pipeline.images import decoding, vips_decoder
-from pipeline.models.sana_config import read_config
+from pipeline.models.sana_shape import read_config
 from pipeline.processes import run_and_exit
 from pipeline.signals.text import TextRecipe
 from pipeline.snapshots import filters

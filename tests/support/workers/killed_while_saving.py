@@ -58,7 +58,7 @@ def main() -> None:
     else:
         raise SystemExit(f"unknown point {point}")
     settings = tiny_run.config(run, **options)
-    fit(settings, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: print(line, flush=True))
+    fit(settings.train, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def main() -> None:
 
     settings = tiny_run.config(run, steps=STEPS, save_every=SAVE_EVERY, microbatch=2)
     task = tiny_run.task(settings, launch.rank, launch.world, touch=touch)
-    fit(settings, task, launch, resume="auto", log=lambda line: print(line, flush=True))
+    fit(settings.train, task, launch, resume="auto", log=lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ def resumed(launch: Launch, name: str, link: int) -> None:
         if world == 1
         else Launch(launch.rank, world, launch.rank, world, rendezvous=f"{launch.rendezvous}-{name}-{link}")
     )
-    fit(settings, task, here, resume="auto", log=lambda line: None)
+    fit(settings.train, task, here, resume="auto", log=lambda line: None)
 
 
 def uninterrupted(launch: Launch, name: str) -> None:
@@ -238,7 +238,7 @@ def uninterrupted(launch: Launch, name: str) -> None:
         layers=2,
         precision=precision,
     )
-    fit(settings, tiny_run.task(settings), Launch(), log=lambda line: None)
+    fit(settings.train, tiny_run.task(settings), Launch(), log=lambda line: None)
 
 
 def alone() -> None:

@@ -166,7 +166,7 @@ def run(
     settings = settings_of({**case, "output": str(folder / name), "steps": steps, "ema": {"decay": 0.9}})
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
     given = tiny_run.task(settings, layout.data_rank(launch.rank), layout.data_world, **task)
-    fit(settings, given, launch, resume=resume, log=lambda line: None)
+    fit(settings.train, given, launch, resume=resume, log=lambda line: None)
 
 
 def resumed(launch: Launch, folder: Path) -> None:

@@ -57,7 +57,7 @@ def encode_run(
 ) -> stages.encode.EncodeRun:
     """A run whose engine commits empty units."""
     config = load(None, [f"cache={cache_root}", *options])
-    cache = Cache.of(config, create=True)
+    cache = Cache(config.cache, create=True)
     latent, text = large_cache.recipes(config)
     for recipe in (latent, text):
         cache.add_recipe(recipe)

@@ -56,7 +56,7 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
         given = given.with_train(controlnet=ControlNetConfig(layers=2, control_drop=0.3), pictures=drawing)
         given = given.model_copy(update={"sample": SampleConfig(steps=2)})
         task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
-    return fit(given, replace(task, **part), launch, log=lambda line: None, **options)
+    return fit(given.train, replace(task, **part), launch, log=lambda line: None, **options)
 
 
 def main() -> None:

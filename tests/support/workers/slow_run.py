@@ -17,7 +17,7 @@ def main() -> None:
     (run.parent / f"rank-{launch.rank}.pid").write_text(str(os.getpid()))
     settings = tiny_run.config(run, steps=8000, microbatch=2)
     task = tiny_run.task(settings, launch.rank, launch.world, delay=0.02)
-    fit(settings, task, launch, log=lambda line: print(line, flush=True))
+    fit(settings.train, task, launch, log=lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":

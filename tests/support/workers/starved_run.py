@@ -49,7 +49,7 @@ def main() -> None:
             task = replace(task, loader=lambda *span: Standing(iter(loader(*span)), unlucky))
         said: list[str] = []
         try:
-            fit(settings, task, replace(launch, rendezvous=f"file://{folder}/meeting-{name}"), log=said.append)
+            fit(settings.train, task, replace(launch, rendezvous=f"file://{folder}/meeting-{name}"), log=said.append)
         except UserError as error:
             result[name] = {"error": error.what, "kind": type(error).__name__, "code": error.exit_code, "said": said}
 

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.config import Config, TrainConfig
+from pipeline.config import Config, TrainConfig, reads, written
 from pipeline.loader.loader import Batch, LoaderState
 from pipeline.models.sana import SanaTransformer
 from pipeline.models.sana_config import SanaConfig, numerics
@@ -24,7 +25,7 @@ from pipeline.training import optimizers
 from pipeline.training.assemble import recipe_of
 from pipeline.training.optimizers import in_backward
 from pipeline.training.step import TrainStep
-from pipeline.training.task import DrawnPrompts, TrainingTask
+from pipeline.training.task import DrawnPrompts, TrainingTask, WrittenConfiguration
 from tests.support.constants import with_site
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -211,7 +212,17 @@ def task(
         validation=None if train.validation is None else lambda layout: HeldOut(settings, rank, world),
         old_samples=np.array(OLD, np.uint64) if old else None,
         pictures=None if train.pictures is None else prompts(settings),
+        sample=settings.sample,
+        model=settings.model,
+        written=written_of(settings),
+        patience_s=settings.patience_s,
+        textfile=settings.metrics.textfile,
     )
+
+
+def written_of(settings: Config) -> WrittenConfiguration:
+    """What `Task.written` is for a configuration."""
+    return WrittenConfiguration(written(settings), partial(reads, "train"))
 
 
 def model(settings: Config, seed: int = 0) -> SanaTransformer:

@@ -50,7 +50,7 @@ def run(settings: Config, launch: Launch, resume: Path | None = None) -> None:
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
     old = settings.train.validation is not None
     task = tiny_run.task(settings, layout.data_rank(launch.rank), layout.data_world, old=old)
-    fit(settings, task, launch, resume=resume, log=lambda line: None)
+    fit(settings.train, task, launch, resume=resume, log=lambda line: None)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,17 @@
+"""The numbers of a report, by the configuration of its cache and run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.cache.cache import Cache
+from pipeline.cache.snapshot import Snapshot
+from pipeline.config import Config
+from pipeline.locations import cache_location
+from pipeline.reporting import figures
+
+
+def collect(config: Config, **which: Any) -> tuple[Any, Cache | None, Snapshot | None]:
+    """which: as in `figures.collect`."""
+    return figures.collect(Path(config.train.output), cache_location(config).open, **which)
