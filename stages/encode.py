@@ -115,7 +115,7 @@ def run(
                         asked = prompt_sets.TRIGGER, prompting.of_trigger(prefix)
                     done = _run(config, reading, source, rehash, share, engine, stop, asked)
         except Stopped:
-            click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
+            click.echo(f"stopped by {stop.name}; no unfinished work was left: run the same command again to continue")
             done = {"stopped": stop.name}
     if as_json:
         click.echo(json.dumps(done))
@@ -574,7 +574,7 @@ def _summary(run: EncodeRun, planned: _Planned) -> list[str]:
     return [
         f"source {run.source.name!r}: {planned.items} items, {planned.rejects} rejected by the scan",
         *estimate.column_lines(sorted(run.source.picture_columns)),
-        f"pictures: {new['images']} new, {reused['images']} reused, {planned.gone} gone",
+        f"pictures: {new['images']} new, {reused['images']} reused, {planned.gone} missing",
         *(f"{noun}: {count} new, {reused[noun]} reused" for noun, count in new.items() if noun != "images"),
     ]
 

@@ -126,7 +126,7 @@ def _check_replaced(out: Path) -> None:
                 return
         except UserError:
             pass
-        raise UserError(f"{out} exists and is no configuration of sana-pipe", fix="--out FILE writes another file")
+        raise UserError(f"{out} exists and is not a configuration of sana-pipe", fix="--out FILE writes another file")
 
 
 @dataclass(frozen=True)
@@ -208,11 +208,11 @@ def _refuse(config: Config, each: _Looked, data: Sequence[str], options: Options
         apart = [place for one in data for place in ([subject, other] if one == each.data else [one])]
         found = [f"{one.count} such as {escaped(one.example)}" for one in each.taken.regularisation]
         raise UserError(
-            f"the folder {each.taken.regularisation[0].value!r} of {each.data!r} is called like regularisation "
+            f"the folder {each.taken.regularisation[0].value!r} of {each.data!r} is named like regularisation "
             "pictures, which would be learned as the subject",
             expected="a source for the subject, and another for the regularisation pictures",
             found="; ".join(found),
-            fix=f"two sources: {command([], apart)}; all are of the subject: {command([ALL_PICTURES])}",
+            fix=f"as two sources: {command([], apart)}; if all are of the subject: {command([ALL_PICTURES])}",
         )
 
 
@@ -226,7 +226,10 @@ def _subject(looked: Sequence[_Looked], trigger: str | None) -> list[_Looked]:
 def _regularisation(each: _Looked, config: Config, options: Options) -> list[str]:
     """Say how a source of regularisation pictures is encoded: without the trigger word."""
     trigger = config.data.caption_prefix or config.data.caption or ""
-    what = f"source {each.source.name!r} is called like regularisation pictures: encode gives it no trigger word"
+    what = (
+        f"the name of source {each.source.name!r} says that it has regularisation pictures: encode gives it no trigger "
+        "word"
+    )
     if each.taken.captioned == each.taken.usable:
         return [what]
     settings = [f"data.caption={class_of(trigger)}"]
@@ -372,15 +375,15 @@ def _line(choice: Choice) -> str:
 
 
 def _check_usable(looked: Sequence[_Looked]) -> None:
-    """Raise a UserError, with the reasons, if there is no usable picture."""
+    """Raise a UserError, with the reasons, if no picture is usable."""
     if looked and not any(each.usable.num_rows for each in looked):
         reasons = [line.strip() for each in looked for line in each.rejected.ranked().lines()]
         advice = [each.taken.remedy or further.remedy(each.source.further, each.rejected.counts) for each in looked]
         raise UserError(
-            "there is no usable picture",
+            "no picture is usable",
             expected="pictures with captions, or with the trigger word in their place",
             found="; ".join(reasons) or "no picture",
-            fix="; ".join(filter(None, advice)) or "fix what the reasons name, then run the same command again",
+            fix="; ".join(filter(None, advice)) or "fix the causes above, then run the same command again",
         )
 
 

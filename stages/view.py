@@ -121,7 +121,7 @@ def _rows(values: dict[str, Any]) -> list[tuple[str, str]]:
                 f"scaled by {picture['upscale']:.3g}",
             ),
         ]
-    rows.append(("source", "the picture can be read" if values["readable"] else "the picture cannot be read any more"))
+    rows.append(("source", "the picture can be read" if values["readable"] else "the picture can no longer be read"))
     return rows
 
 

@@ -669,7 +669,7 @@ def test_batches_from_a_token_budget(root: Path) -> None:
     result = {(b.height, b.width): b.batch for b in made(of).buckets}
     assert result == {(16, 32): 6, (16, 24): 10, (24, 24): 6, (24, 16): 10}  # 8, 6, 9 and 6 tokens a picture
     for overrides, named in (
-        (("bucket.batch_multiple=3",), "bucket.batch = 4 is no multiple of bucket.batch_multiple = 3"),
+        (("bucket.batch_multiple=3",), "bucket.batch = 4 is not a multiple of bucket.batch_multiple = 3"),
         (("bucket.tokens=17", "bucket.batch_multiple=2"), "expected: at least 18: 9 latent tokens each"),
     ):
         with pytest.raises(ConfigError, match=named):

@@ -511,7 +511,7 @@ def test_a_run_says_what_is_new_and_one_with_nothing_to_do_is_a_line(
     picture(source / "more.png", 1)
     done = stages.encode.run(start, data=str(source))
     said = capsys.readouterr().out
-    assert "pictures: 1 new, 12 reused, 0 gone" in said and "captions: 1 new, 13 reused" in said
+    assert "pictures: 1 new, 12 reused, 0 missing" in said and "captions: 1 new, 13 reused" in said
     assert (done["new"], done["reused"]) == ({"images": 1, "captions": 1}, {"images": 12, "captions": 13})
     no_models(monkeypatch)
     planned: list[object] = []
@@ -524,7 +524,7 @@ def test_a_run_says_what_is_new_and_one_with_nothing_to_do_is_a_line(
     assert (done["images"], done["captions"]) == (0, 0)
     (source / "more.png").unlink()
     assert stages.encode.run(start, data=str(source))["gone"] == 1
-    assert "1 gone" in capsys.readouterr().out
+    assert "1 missing" in capsys.readouterr().out
 
 
 def test_records_of_a_lost_shard_are_new_to_a_run(start: Config, source: Path) -> None:

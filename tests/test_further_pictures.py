@@ -330,7 +330,7 @@ def test_an_option_that_finds_no_picture_of_a_source_that_was_read_before_is_nam
             end(config, str(copied / "data"))
         fix = str(error.value.fix)
         assert fix.startswith("data.pictures.control.suffix: .edges finds none: put X.edges.png next to X.jpg")
-        assert "bring them back" not in fix and "encode.max_shrink=1" in fix
+        assert "put them back" not in fix and "encode.max_shrink=1" in fix
 
 
 def test_a_sample_may_lack_a_picture_that_is_not_required(

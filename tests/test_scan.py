@@ -750,7 +750,7 @@ def test_a_limit_of_this_machine_rejects_no_part(
     ("reason", "again"),
     [
         ("unreadable: 1.tar: Input/output error", True),
-        ("is no whole tar: unexpected end of data (behind byte 512)", False),
+        ("is not a whole tar: unexpected end of data (after byte 512)", False),
     ],
 )
 def test_rejects_that_came_from_failed_reads_are_tried_again(

@@ -287,7 +287,7 @@ def test_empty_metadata_is_reported(tmp_path: Path, name: str) -> None:
     write(tmp_path, name, "")
     items, rejects = listed(tmp_path)
     assert set(items) == {"a.png"}
-    assert rejects == {name: "holds no row"}
+    assert rejects == {name: "has no rows"}
 
 
 # --- mistakes of the user ------------------------------------------------------------------------------------------

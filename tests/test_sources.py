@@ -296,7 +296,7 @@ def _appended(data: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     ("damage", "reason"),
-    [(_cut, "cut|no whole tar|without an end"), (_header, "is damaged"), (_appended, "another tar behind its end")],
+    [(_cut, "cut|not a whole tar|without an end"), (_header, "is damaged"), (_appended, "another tar after its end")],
 )
 def test_a_damaged_tar_is_reported_and_the_rest_is_used(
     tmp_path: Path, damage: Callable[[bytes], bytes], reason: str
@@ -636,7 +636,7 @@ def test_parquet_mistakes_are_for_people(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UserError, match=r"data\.image_field"):
         listed(opened(tmp_path / "a.parquet"))
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no PAR1")
-    assert "no parquet file" in listed(opened(tmp_path / "a.parquet"))[1]["a.parquet"]
+    assert "not a parquet file" in listed(opened(tmp_path / "a.parquet"))[1]["a.parquet"]
     pq.write_table(hf_table(), tmp_path / "a.parquet")
     monkeypatch.setattr(tables, "MAX_GROUP_BYTES", 10)
     with pytest.raises(UserError, match="row_group_size"):

@@ -540,8 +540,8 @@ def lines(report: dict[str, Any], cache: str) -> list[str]:
     ]
     if report["unread"]:
         out.append(
-            f"  {report['unread']} pictures were judged by their headers alone: damaged pixels and equal pictures show "
-            "only when they are read"
+            f"  {report['unread']} pictures were judged by their headers alone: damaged and duplicate "
+            "pictures are noticed only when they are read whole"
         )
     out += [
         f"  {bucket['height']:5d} x {bucket['width']:<5d} {bucket['samples']:8d} samples, "
@@ -563,7 +563,7 @@ def _space_lines(report: dict[str, Any], cache: str) -> list[str]:
     return [
         "bytes: "
         + ", ".join(f"{what} {amount(count)}" for what, count in size.items() if what != "total")
-        + f"; in all {amount(size['total'])}",
+        + f"; {amount(size['total'])} in total",
         f"space at {cache}: {free}, {amount(size['total'])} needed and "
         f"{amount(report['reserve_bytes'])} in reserve: {state}",
     ]
@@ -573,7 +573,7 @@ def _time_lines(estimate: dict[str, Any] | None) -> list[str]:
     if estimate is None:
         return ["time: not probed"]
     if estimate["device_hours"] is None:
-        return ["time: unknown, nothing of the work could be encoded in the probe"]
+        return ["time: unknown, because the probe could not encode any of the work"]
     tasks, hours = estimate["tasks"], estimate["hours_per_task"]
     share = f", {duration(hours * 3600)} for each of {tasks} tasks" if tasks > 1 else ""
     out = [
@@ -582,5 +582,5 @@ def _time_lines(estimate: dict[str, Any] | None) -> list[str]:
         f"probed with {estimate['probed_images']} pictures and {estimate['probed_captions']} captions"
     ]
     if estimate["decode_bound"]:
-        out.append("  decoding takes longer than encoding: more encode.workers would help")
+        out.append("  decoding takes longer than encoding: raise encode.workers")
     return out

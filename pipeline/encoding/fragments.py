@@ -23,7 +23,7 @@ from pipeline.sources.reject_kinds import Kinds
 from pipeline.work.engine import Job, Worker
 
 POLL_S = 1.0
-"""How often, at least, an idle process looks for fragments that the others have made."""
+"""The longest pause of an idle process before it looks for fragments that the others have made."""
 
 _PLANNED = "planned-"
 

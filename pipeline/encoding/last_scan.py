@@ -27,7 +27,7 @@ from pipeline.sources.reject_kinds import Kinds
 from pipeline.sources.source import Source
 
 UNREADABLE = "unreadable"
-"""How the reasons of rejects begin that come from a failed read and not from the bytes."""
+"""The beginnings of reasons of rejects that come from a failed read and not from the bytes."""
 
 RowsByItem = dict[str, dict[str, Any]]
 
@@ -95,7 +95,7 @@ def _table(cache: Cache, scan: dict[str, Any], columns: list[str] | None = None)
     try:
         return cache.table(scan["table"], columns)
     except IntegrityError as error:
-        click.echo(f"{error.what}; the source is read anew")
+        click.echo(f"{error.what}; the source is read again from the start")
         return None
 
 
@@ -166,7 +166,7 @@ def gone(cache: Cache, source: Source, table: pa.Table, most: float) -> int:
         def reasons() -> Iterator[tuple[str, str]]:
             for item in (item for batch in arrow.batches(lost) for item in batch.column("item").to_pylist()):
                 row = int(here.find([item])[0])
-                yield item, (table.column("reject")[row].as_py() if row >= 0 else None) or "is not there any more"
+                yield item, (table.column("reject")[row].as_py() if row >= 0 else None) or "no longer exists"
 
         kinds, name = Kinds.of(reasons()), source.name
         lacking = remedy(source.further, kinds.counts)
@@ -175,7 +175,7 @@ def gone(cache: Cache, source: Source, table: pa.Table, most: float) -> int:
             f"{len(lost)} of the {before} pictures of source {name!r} (last read from {document['root']}) are missing",
             expected=f"at most {most:.0%} (encode.max_shrink)",
             found="\n".join(["the reasons, with examples:", *kinds.lines()]),
-            fix=f"{lacking or 'bring them back'}; if they are gone for good: --set encode.max_shrink=1{another}",
+            fix=f"{lacking or 'put them back'}; if they were removed on purpose: --set encode.max_shrink=1{another}",
         )
     return len(lost)
 

@@ -28,7 +28,7 @@ PROMPTS = (
 )
 """The prompts that `DEFAULT` means: an attribute and a place, a face, a crowded scene, a style, a number."""
 _PAGES = ("<!doctype", "<html", "<?xml")
-"""How pages begin that servers send instead of a file."""
+"""The beginnings of pages that servers send instead of a file."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def read(file: str, patience_s: float) -> list[tuple[int, str]]:
     """
     if file == DEFAULT:
         return list(enumerate(PROMPTS, 1))
-    expected = "a text file in UTF-8, a prompt a line"
+    expected = "a text file in UTF-8 with a prompt on each line"
     try:
         text = read_file(file, patience_s).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -106,8 +106,8 @@ def read(file: str, patience_s: float) -> list[tuple[int, str]]:
         prompts = [(number, line) for number, line in lines if line and not line.startswith("#")]
     if not prompts:
         raise UserError(
-            f"{file}: has no prompt",
-            expected=f"{expected}; lines that begin with # are remarks",
+            f"{file}: contains no prompts",
+            expected=f"{expected}; lines that begin with # are comments",
             fix="write some, or remove the file: captions of the pictures are drawn then",
         )
     if prompts[0][1].lower().startswith(_PAGES):
@@ -128,7 +128,7 @@ def _listed(file: str, text: str) -> list[str]:
     except ValueError as error:
         raise UserError(f"{file}: is not JSON: {error}") from None
     if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
-        raise UserError(f"{file}: holds no prompts", expected="a JSON list of texts")
+        raise UserError(f"{file}: contains no prompts", expected="a JSON list of strings")
     return prompts
 
 

@@ -43,7 +43,7 @@ GROUPS = (
 """The options of `data` that are remembered, and `encode.signals`. Those of one group replace each other, so they are
 given together. What leaves pictures out (`min_side`, ...) is not remembered: no record changes with it."""
 
-ANOTHER_WAY = "is read another way"
+ANOTHER_WAY = "is now read with"
 FORMAT, SIGNALS = "format", "signals"
 _DATA = sorted({option.partition(".")[0] for group in GROUPS for option in group} - {SIGNALS})
 _DEFAULTS: dict[str, Any] = {**DataConfig().model_dump(mode="json"), SIGNALS: []}
@@ -124,9 +124,9 @@ def settled(asked: Reading, name: str, scan: dict[str, Any] | None) -> Reading:
             notes += _notes(name, option, value_at(used, option), value, value_at(now, option))
     before = used.get(FORMAT)
     if format is not None and before is not None and format != before:
-        notes.append(f"source {name!r} is read another way: --format {format} (so far: --format {before})")
+        notes.append(f"source {name!r} {ANOTHER_WAY} --format {format} (so far: --format {before})")
     elif format is None and before is not None:
-        notes.append(f"source {name!r} is read as before: --format {before}")
+        notes.append(f"source {name!r} is read with --format {before}, as before")
     notes.sort(key=lambda note: ANOTHER_WAY not in note)  # changes first
     signals = result.pop(SIGNALS)
     data, encode = DataConfig.model_validate(result), asked.encode.model_copy(update={SIGNALS: signals})
@@ -215,10 +215,10 @@ def _notes(name: str, option: str, before: Any, value: Any, now: Any) -> list[st
         stays = {}
         if isinstance(value, dict) and isinstance(before, dict):
             stays = _given({leaf: each for leaf, each in value.items() if (now or {}).get(leaf) != each})
-        as_before = f"; as before: {', '.join(sorted(stays))}" if stays else ""
-        return [f"source {name!r} {ANOTHER_WAY}: {new} (so far: {old}{as_before})"]
+        as_before = f"; unchanged: {', '.join(sorted(stays))}" if stays else ""
+        return [f"source {name!r} {ANOTHER_WAY} {new} (so far: {old}{as_before})"]
     if value != now:
-        return [f"source {name!r} is read as before: {old} (another way: {ours})"]
+        return [f"source {name!r} is read with {old}, as before (to change that: {ours})"]
     return []
 
 

@@ -72,11 +72,11 @@ def check(understood: Understood, command: Callable[[Sequence[str]], str], accep
     old = {(pattern.way, pattern.value) for pattern in accepted}
     new = [pattern for pattern in understood.patterns if (pattern.way, pattern.value) not in old]
     if new:
-        own = f"all are pictures of their own: {command([ALL_PICTURES])}"
+        own = f"to train on all of them as pictures: {command([ALL_PICTURES])}"
         raise UserError(
             f"{sum(pattern.count for pattern in new)} pictures of source {understood.source.name!r} without a caption "
             "look like masks or control pictures of the others",
-            expected="pictures that are to be learned, or the setting that says what the others are",
+            expected="pictures to train on, or the setting that says what the others are",
             found="; ".join(f"{pattern.count} such as {escaped(pattern.example)}" for pattern in new),
             fix="; ".join([*commands(new, understood.source, command), own]),
         )
@@ -138,11 +138,11 @@ def check_loose(understood: Understood) -> None:
     source, loose = understood.source, understood.loose
     if loose:
         raise UserError(
-            f"pictures of source {source.name!r} have no caption, and files that are not read look like theirs",
+            f"pictures of source {source.name!r} have no caption, and files that look like captions are not read",
             expected="captions next to their pictures: X.txt for X.jpg",
             found="; ".join(f"{each.count} such as {escaped(each.example)} for {escaped(each.of)}" for each in loose),
             fix="; ".join(dict.fromkeys(beside(source, each) for each in loose))
-            + f", and then {then(source, loose)}; or move them out of the data if they are no captions",
+            + f", and then {then(source, loose)}; or move them out of the data if they are not captions",
         )
 
 
@@ -157,8 +157,8 @@ def check_lists(understood: Understood) -> None:
         first = lists[0]
         fix = first.fix(source.location) if source.format == Source.format else unpacking(source, first)
         raise UserError(
-            f"pictures of source {source.name!r} have no caption, and {escaped(first.file)}, which is not used, names "
-            "them with words next to their names",
+            f"pictures of source {source.name!r} have no caption, but {escaped(first.file)}, which is not used, has "
+            "words next to their names",
             expected="captions in a file that is read: docs/encoding.md has a table of them",
             found="; ".join(f"{escaped(each.file)}: {escaped(each.name)}" for each in lists),
             fix=f"{fix}; if it holds no captions, the same command with " + setting("data.caption", "a picture"),

@@ -29,8 +29,8 @@ def without_trigger(reading: Reading, name: str, scan: dict[str, Any] | None) ->
         return reading
     data = reading.data.model_copy(update={"caption_prefix": ""})
     note = (
-        f"source {name!r} is called like regularisation pictures: its captions are made without data.caption_prefix "
-        f"({setting('data.caption_prefix', prefix)} gives it to them, too)"
+        f"the name of source {name!r} says that it has regularisation pictures: its captions are made without "
+        f"data.caption_prefix ({setting('data.caption_prefix', prefix)} adds it to them, too)"
     )
     notes = [each for each in reading.notes if "data.caption_prefix" not in each]
     return replace(reading, data=data, notes=(*notes, note))
@@ -67,18 +67,18 @@ def refuse(understood: Understood, given: DataGiven, command: Callable[[Sequence
     if name_patterns.is_regularisation(source.name):
         if option == "caption" and option not in given.overridden:
             raise UserError(
-                f"source {source.name!r} is called like regularisation pictures, and its captions would be "
-                f"{word!r} (data.caption) like those of the subject",
+                f"the name of source {source.name!r} says that it has regularisation pictures, but its captions would "
+                f"be {word!r} (data.caption) like those of the subject",
                 expected="captions without the trigger word for regularisation pictures",
-                fix=f"without it: {command([f'data.caption={class_of(word)}'])}; with it: "
+                fix=f"without the word: {command([f'data.caption={class_of(word)}'])}; with the word: "
                 f"{command([f'data.caption={word}'])}",
             )
     elif understood.regularisation and not settles(given, "pictures"):
         raise UserError(
-            f"the folder {understood.regularisation[0].value!r} of source {source.name!r} is called like "
-            f"regularisation pictures, and its captions would get {word!r} (data.{option}) like those of the subject",
+            f"the folder {understood.regularisation[0].value!r} of source {source.name!r} is named like "
+            f"regularisation pictures, but its captions would get {word!r} (data.{option}) like those of the subject",
             expected="a source for the subject, and another for the regularisation pictures",
             found="; ".join(f"{each.count} such as {escaped(each.example)}" for each in understood.regularisation),
-            fix=f"two commands, with --data {shlex.quote(places_of(understood)[0])} and with --data "
-            f"{shlex.quote(places_of(understood)[1])}; with it: {command([ALL_PICTURES])}",
+            fix=f"run the command twice, with --data {shlex.quote(places_of(understood)[0])} and with --data "
+            f"{shlex.quote(places_of(understood)[1])}; if all are of the subject: {command([ALL_PICTURES])}",
         )

@@ -115,7 +115,7 @@ def refuse(
         expected = f"at most {most:.1%} (encode.max_reject_rate)"
         fix = f"{look}, or raise encode.max_reject_rate" if advice is None else look
     else:
-        expected = "some that can be used; the source is left as it was"
+        expected = "at least one usable item; the source is left as it was"
         fix = look
         if any(os.strerror(errno.EACCES) in kind for kind in kinds.counts) and not is_url(source.location):
             fix = let_read(source.location)

@@ -54,8 +54,8 @@ def unnamed(source: Source, scan: pa.Table) -> Iterator[str]:
         ways = " or ".join(f"data.pictures.{kind}.column" for kind in sorted(kinds))
         likely = f"; if they are masks or control pictures, a column with their names and {ways}" if ways else ""
         yield (
-            f"{count} pictures of the folder are not used, since {tables} names others (a row for each takes "
-            f"them{likely}): {examples(sorted(shown), count)}"
+            f"{count} pictures of the folder are not used, because no row of {tables} names them (add a row for "
+            f"each to use it{likely}): {examples(sorted(shown), count)}"
         )
 
 
@@ -100,7 +100,7 @@ def said(rule: CaptionRule, others: dict[str, str]) -> Iterator[str]:
             either, alone = alone, setting("data.caption_weights", {column: 1})
         yield (
             f"the column {escaped(column)!r} holds text and is not used: {escaped(shortened(text, LENGTH))!r} "
-            f"({alone} takes it in place of the captions; {either} draws one of both)"
+            f"({alone} uses it instead of the captions; {either} draws one of the two)"
         )
     if rest := [*islice(others, COLUMNS, None)]:
         yield f"{len(rest)} more columns hold text and are not used: {examples(rest[:EXAMPLES], len(rest))}"
@@ -138,4 +138,5 @@ def several_pictures(source: Source, scan: pa.Table) -> Iterator[str]:
         shown += [" and ".join(items[row : row + 2].to_pylist()) for row in rows[: EXAMPLES - len(shown)].to_pylist()]
         before = items[-1].as_py()
     if count:
-        yield f"{count} times two pictures of a sample have its caption, and both are trained: {examples(shown, count)}"
+        shown_pairs = examples(shown, count)
+        yield f"{count} times two pictures of a sample share its caption, and both are trained on: {shown_pairs}"

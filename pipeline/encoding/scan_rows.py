@@ -36,7 +36,7 @@ HEADS = (1 << 16, 1 << 20)
 """Bytes that `from_header` reads of a picture: the first number, then the second, then the whole."""
 
 UNREAD = bytes(8)
-"""How the digests of pictures begin of which only the header was read."""
+"""The beginning of the digests of pictures of which only the header was read."""
 
 Look = Callable[[Source, Place, int], dict[str, Any]]
 """(source, place, max_pixels) -> some of the columns `size`, `digest`, `width`, `height`, `reject`."""

@@ -197,7 +197,7 @@ def fit_notes(table: pa.Table, shapes: list[buckets.Shape], data: DataConfig) ->
         for option, _, _, what, form in rules
         if option in worst
     ] + [
-        f"{count} samples have no {kind} picture: a {_BLANK[kind]} one stands for it "
+        f"{count} samples have no {kind} picture: a {_BLANK[kind]} one is used instead "
         f"(data.pictures.{kind}.required: false)"
         for kind, count in lacking.items()
         if count

@@ -98,8 +98,8 @@ class Understood:
         texts = [text.removeprefix(before) for _, text in self.captions if text.startswith(before)]
         if word and (twice := [text for text in texts if has_words(text, word)]):
             yield (
-                f"captions: {len(twice)} of {len(texts)} that were looked at have {escaped(word)!r} already and get it "
-                f"a second time: {escaped(shortened(twice[0], LENGTH))!r} "
+                f"captions: {len(twice)} of {len(texts)} that were checked already have {escaped(word)!r} and get it "
+                f"twice: {escaped(shortened(twice[0], LENGTH))!r} "
                 f"({setting('data.caption_prefix', '')} if all have it)"
             )
 
@@ -256,7 +256,7 @@ def _notes(source: Source, data: DataConfig, usable: int, captioned: int) -> Ite
         for kind, count in source.ignored.counts.items():
             if "file without a picture" in kind:
                 shown = examples(source.ignored.examples[kind], count)
-                yield f"no picture has a caption, and {count} times there is a {kind}: {shown}"
+                yield f"no picture has a caption, but the source has {count} times a {kind}: {shown}"
 
 
 def _true(values: pa.ChunkedArray) -> int:

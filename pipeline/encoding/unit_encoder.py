@@ -200,7 +200,7 @@ class UnitEncoder:
         if self._checks and recipe.name not in self._checked:
             if differences := recipe.unlike(recipe.model(self._models)):
                 raise CacheError(
-                    f"this machine's {recipe.section} is not the one that this cache's recipe names (recipe | here)",
+                    f"the {recipe.section} model of this machine is not the one that made this cache (cache | here)",
                     found="; ".join(differences),
                     fix=f"give every machine the same {recipe.section} model",
                 )

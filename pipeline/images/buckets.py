@@ -196,8 +196,8 @@ def batches(bucket: BucketConfig, shapes: Sequence[Shape], compression: int) -> 
     if bucket.tokens is None:
         if bucket.batch % multiple:
             raise ConfigError(
-                f"bucket.batch = {bucket.batch} is no multiple of bucket.batch_multiple = {multiple}",
-                fix=f"{bucket.batch // multiple * multiple or multiple} is one",
+                f"bucket.batch = {bucket.batch} is not a multiple of bucket.batch_multiple = {multiple}",
+                fix=f"{bucket.batch // multiple * multiple or multiple} is a multiple",
             )
         return [bucket.batch] * len(shapes)
     result = []

@@ -69,7 +69,7 @@ SCORE_POWER = 10.0
 """Captions are drawn in proportion to their score to this power (one over Sana's `clip_thr_temperature`)."""
 
 TEXT_FILE = "txt"
-"""In a list of columns: the text file beside a picture, or the .txt member of a tar."""
+"""The name, in a list of columns, of the text file next to a picture or the .txt member of a tar."""
 
 
 @dataclass(frozen=True)

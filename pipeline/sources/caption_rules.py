@@ -87,7 +87,7 @@ def check_prompt(text: str, place: str) -> None:
     """
     if found := _FLAGS.findall(text):
         raise UserError(
-            f"{place}: has options of another program, which would be words of the prompt",
+            f"{place}: has options of another program, which would be read as words of the prompt",
             expected="words alone; sizes are train.pictures.size, or --height and --width of sample; seed, "
             "steps and guidance are sample.seed, sample.steps and sample.guidance; there are no negative prompts",
             found=" ".join(found),

@@ -53,8 +53,8 @@ _MEANING = {
     "place: remove it, and give their number as data.tags.keep",
     CHOICE: "{match} in a caption, which is read as written; other trainers draw one of the words: write several "
     "captions",
-    PARAMETERS: "{match} in a caption, which is read as written with all behind it; AUTOMATIC1111's web UI writes it "
-    "behind the prompt: remove both, as sed -i '/^Negative prompt:/,$d; /^Steps: /,$d' *.txt does",
+    PARAMETERS: "{match} in a caption, which is read as written, with all that follows; AUTOMATIC1111's web UI "
+    "writes it after the prompt: remove both, as sed -i '/^Negative prompt:/,$d; /^Steps: /,$d' *.txt does",
     LINES: "a caption of several lines, read as one; --set data.caption_parts=captions if each line is a caption, "
     "--set data.caption_parts=tags if each line is a tag",
 }
@@ -110,7 +110,7 @@ def without_variants(table: pa.Table, config: DataConfig) -> list[str]:
     before = config.caption_prefix
     if pictures and not any(tags_of(text.removeprefix(before)) for text in looked):
         found = f" ({example})" if example else ""
-        return [f"captions: data.tags makes no variant: no caption is a list of tags, with commas between{found}"]
+        return [f"captions: data.tags makes no variant: no caption is a list of tags with commas between them{found}"]
     return [f"captions: {alone} of {pictures} pictures get no variant by data.tags ({example})"] if alone else []
 
 

@@ -202,7 +202,7 @@ def _missing(data: str, path: str) -> UserError:
 def _other_place(folder: str, name: str, others: list[str]) -> str:
     """The place of a similar name as `--data` takes it, or what to give."""
     if near := difflib.get_close_matches(name, others, n=1):
-        return f"--data {shlex.quote(escaped(os.path.join(folder, near[0])))}, if that is meant"
+        return f"--data {shlex.quote(escaped(os.path.join(folder, near[0])))}, if you meant that"
     return "give the path of a folder that is there, or of a file in it"
 
 
@@ -211,14 +211,14 @@ def _expand(filesystem: Filesystem, pattern: str, data: str) -> list[str]:
         names = list(braceexpand.braceexpand(pattern))
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{data}: is no pattern: {error_text(error)}", expected="such as shard-{0000..0099}.tar"
+            f"{data}: is not a valid pattern: {error_text(error)}", expected="such as shard-{0000..0099}.tar"
         ) from None
     if not any("*" in name or "?" in name for name in names):
         return names
     matches, others = divided(filesystem, lambda file: any(_matches(file, name) for name in names))
     if not matches:
         raise UserError(
-            f"{data}: matches no file",
+            f"{data}: no file matches",
             found=f"{others.total} files under {filesystem.location}",
             fix="give a pattern of their names, from that folder on: * and ? stay within one part of the path",
         )
@@ -272,7 +272,7 @@ def _format_of_folder(given: Given, data: str) -> tuple[Format, list[str]]:
     if len(shown) > 1:
         raise UserError(
             f"{data}: holds data of several kinds",
-            expected="one kind, or the folder that holds it",
+            expected="data of one kind, or the folder that holds it",
             found="; ".join(f"{kind} ({min(files)})" for kind, files in sorted(shown.items())),
             fix=_one_kind(data, shown),
         )

@@ -27,7 +27,8 @@ MAX_NAME = 1024
 """Bytes of a name, as in S3; what is longer is no name, but a picture as base64."""
 
 REPEATS = re.compile(r"^[1-9][0-9]{0,2}_(?=[^_])")
-"""How folders of kohya's sd-scripts begin: `10_sks dog` are pictures of a `sks dog`, each ten times an epoch."""
+"""The number that begins a folder's name in kohya's sd-scripts: `10_sks dog` has pictures of a `sks dog`, each ten
+times an epoch."""
 _LOST = re.compile(rf"\.({_EXTENSIONS.replace(' ', '|')})(?:\.\d+|[^a-z0-9.~].*)$", re.IGNORECASE | re.DOTALL)
 _TEXT = re.compile(r"(?i)txt|text|md|json|prompts?|\w*tags?|\w*cap(tion)?s?")
 """Endings of files that may hold a caption."""

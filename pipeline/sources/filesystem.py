@@ -191,7 +191,7 @@ class Filesystem(ABC):
             first, error = next(iter(errors.items()))
             missing = isinstance(error.__cause__, FileNotFoundError)
             others = set(self.names(posixpath.dirname(first))) - set(stats) if missing else ()
-            fix = "bring them back, or name only those that are to be used"
+            fix = "put them back, or list only those that should be used"
             raise UserError(
                 f"{self.location}: {len(errors)} of {len(errors) + len(stats)} listed files cannot be read",
                 found="; ".join(map(str, islice(errors.values(), 3))) + (" ..." if len(errors) > 3 else ""),

@@ -340,7 +340,7 @@ class FolderSource(Source):
         if not len(listing) and not found.refused:
             what, way = explain(self.filesystem) or ("", "--data DIR with the folder of the pictures")
             if found.linked:
-                what = f"links to folders, which are not entered: {', '.join(map(escaped, found.linked[:3]))}"
+                what = f"links to folders, which are not followed: {', '.join(map(escaped, found.linked[:3]))}"
                 way = f"--data {shlex.quote(escaped(self.filesystem.full_name(found.linked[0])))}"
             kinds = "\n" + "\n".join(self.ignored.ranked().lines()) if self.ignored.total else "an empty folder"
             raise UserError(
@@ -374,7 +374,7 @@ class FolderSource(Source):
             if entry.name.startswith("."):
                 self._ignore("hidden", 1, [key])
             elif disk.is_folder(entry):
-                found.rejects.add(escaped(key), "is a linked folder; move or mount its pictures under the root")
+                found.rejects.add(escaped(key), "is a linked folder; move or mount its pictures below the data folder")
                 found.linked.append(key)
             else:
                 yield key, _problem(entry, key, disk) if _is_data(entry.name, extension(key)) else None

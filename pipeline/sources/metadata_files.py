@@ -128,7 +128,7 @@ class MetadataReader:
                 fix="make it readable, or move it away",
             ) from None
         if not any_line:
-            self.reject(file, "holds no row")
+            self.reject(file, "has no rows")
 
     def key(self, where: str, row: dict[str, Any], picture: str, folder: str) -> str | None:
         """The key of the file that a row names relative to `folder`; None, and a reject, if it must not be used. Names
@@ -324,7 +324,7 @@ class RowReader:
                 self.columns.update(dict.fromkeys(header))
                 twice = sorted({escaped(name) for name in header if header.count(name) > 1})
                 if twice:
-                    yield line, f"the header has a column twice ({', '.join(twice)}); the last one counts"
+                    yield line, f"the header has a column twice ({', '.join(twice)}); the last one is used"
             elif len(fields) != len(header):
                 yield line, f"has {len(fields)} fields, the header has {len(header)}"
             elif any(map(has_surrogates, fields)):
@@ -378,7 +378,9 @@ def _json_row(key: Any, value: Any) -> dict[str, Any] | str:
         value = {_CAPTION: value}
     if not isinstance(value, dict):
         where = "" if key is None else f"under {short_repr(key)} "
-        return f"holds {where}{short_repr(value)}, no row; write a .jsonl, one object for each picture in a line"
+        return (
+            f"holds {where}{short_repr(value)}, which is no row; write a .jsonl, an object for each picture in a line"
+        )
     if has_surrogates(json.dumps([key, value], ensure_ascii=False)):
         return "has an escape that stands for half a character, which is not valid Unicode"
     if key is None or not value.keys().isdisjoint((*NAME_COLUMNS, *LINK_COLUMNS)):

@@ -81,7 +81,7 @@ def read_sidecar(name: str, data: bytes | Unreadable) -> Content:
     if isinstance(data, Unreadable):
         return Reject(name, f"cannot be read: {str(data).removeprefix(escaped(name) + ': ')}")
     if len(data) > MAX_CAPTION_BYTES:
-        return NoCaption(name, f"is larger than {MAX_CAPTION_BYTES:,} bytes, which is no caption")
+        return NoCaption(name, f"is larger than {MAX_CAPTION_BYTES:,} bytes, too many for a caption")
     encoding = "utf-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
     try:
         text = data.decode(encoding)
@@ -90,7 +90,7 @@ def read_sidecar(name: str, data: bytes | Unreadable) -> Content:
     if extension(name) != "json":
         text = text.strip()
         is_caption = not text or any(map(str.isalpha, text))
-        return text if is_caption else NoCaption(name, "holds no letter, so no caption (numbers of boxes?)")
+        return text if is_caption else NoCaption(name, "has no letters, so it is not a caption (numbers of boxes?)")
     value = parse_json(text)
     if isinstance(value, dict):
         return value

@@ -155,7 +155,7 @@ class Source(ABC):
     """The further pictures of each item that a listing looks for."""
 
     further_by: frozenset[str] = frozenset()
-    """How it can find them: names of fields of `Further`."""
+    """The ways in which it can find them: names of fields of `Further`."""
 
     files: Sequence[str] = ()
     """The files that the items are listed in; none for a folder of pictures."""
@@ -283,7 +283,7 @@ class Source(ABC):
 
     def _prefetched(self, at: FileRange) -> bytes:
         if not self.filesystem.is_remote:  # many whole files would answer many requests
-            raise Unreadable(f"{at.file}: its server turned out to have no ranges")
+            raise Unreadable(f"{at.file}: its server does not support ranges after all")
         return self._read_range(at)
 
     def _read_range(self, at: FileRange) -> bytes:

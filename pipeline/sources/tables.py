@@ -81,7 +81,7 @@ _MAGIC = re.compile(
     rb"|....jP  |qoif|\x00\x00\x01\x00|P[1-7]\s|DDS |8BPS",
     re.DOTALL,
 )
-"""How files of pictures begin."""
+"""The beginnings of files of pictures."""
 
 
 class ListingSource(FolderSource):
@@ -214,7 +214,7 @@ class ParquetSource(FilesSource):
             self._versions[name] = self.filesystem.stat(name)
             table = self._file(name)
         except (pa.ArrowException, OSError) as error:
-            wrong = f"is no parquet file: {escaped(error_text(error))}"
+            wrong = f"is not a parquet file: {escaped(error_text(error))}"
             yield Reject(escaped(name), unreadable_reason(name, error) if is_read_error(error) else wrong)
             return
         others = self._other_columns(name, table)
@@ -224,7 +224,7 @@ class ParquetSource(FilesSource):
             yield from self._rows_of_group(name, others, group, first)
             first += count
         if not first:
-            yield Reject(escaped(name), "holds no row")
+            yield Reject(escaped(name), "has no rows")
 
     def _rows_of_group(self, name: str, others: list[str], group: int, first: int) -> Iterator[Item | Reject]:
         """The items of a row group.
@@ -400,7 +400,7 @@ class ParquetSource(FilesSource):
         if twice:
             raise UserError(
                 f"{self.location}/{part} has two columns {escaped(twice[0])!r}",
-                fix="write it again with one name for each",
+                fix="write it again with a different name for each",
             )
         if self.image_field is not None:
             candidates = [name for name in (self.image_field,) if name in kinds]
@@ -467,7 +467,7 @@ class ParquetSource(FilesSource):
             return super().read(place)
         data, _ = _bytes_and_name(self._value_at(place))
         if data is None:
-            raise Unreadable(f"{escaped(place.item)}: has no picture any more")
+            raise Unreadable(f"{escaped(place.item)}: no longer has a picture")
         return data
 
     def _value_at(self, place: Place) -> Any:

@@ -195,7 +195,7 @@ class TarSource(FilesSource):
             if is_read_error(error):
                 raise
             # Reasons of rejects enter the ids of snapshots: they keep their text.
-            tar.reject(tar.name, f"is no whole tar: {error_text(error)} (behind byte {end})")
+            tar.reject(tar.name, f"is not a whole tar: {error_text(error)} (after byte {end})")
             return
         _check_end(tar, buffered, end, size)
 
@@ -393,7 +393,7 @@ class TarSource(FilesSource):
                 for member in archive:
                     if f"{tar}/{member.name.removeprefix('./')}" == file and (data := archive.extractfile(member)):
                         return data.read(limit + 1)
-        raise Unreadable(f"{escaped(file)}: is no member any more")
+        raise Unreadable(f"{escaped(file)}: is no longer a member")
 
     def stat(self, place: Place) -> tuple[int, int]:
         part, where = self._located(place)
@@ -457,7 +457,7 @@ class Wids(Format):
         shards = [shard for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []
         if not shards or not all(isinstance(shard.get("url"), str) for shard in shards):
             raise UserError(
-                f"{place}: is no index of tars",
+                f"{place}: is not an index of tars",
                 expected='{"shardlist": [{"url": "0000.tar", ...}, ...]}',
                 found=value if isinstance(value, str) else json.dumps(value)[:80],
             )
@@ -520,7 +520,7 @@ def _check_end(tar: _Tar, stream: Any, end: int, size: int) -> None:
         if piece.count(0) != len(piece):
             start = position + len(piece) - len(piece.lstrip(b"\0"))
             unread = f"the {size - start:,} bytes from {start} on are not read"
-            tar.reject(tar.name, f"is damaged or has another tar behind its end: {unread}")
+            tar.reject(tar.name, f"is damaged or has another tar after its end: {unread}")
             return
         position += len(piece)
     if position - end < 512:

@@ -88,7 +88,7 @@ class DiskSpace:
     def unit_made(self) -> None:
         """A unit was written: the next pause gets its full time."""
         if self._paused_since is not None:
-            click.echo("there is space again: encoding goes on", err=True)
+            click.echo("there is space again: encoding continues", err=True)
         self._paused_since = None
 
     def _allocate(self, size: int) -> None:

@@ -25,7 +25,7 @@ from pipeline.work.progress import Progress
 from pipeline.work.stop import Stop
 
 FEW_UNITS = 8
-"""Up to so many units are looked up one by one; more are listed."""
+"""Limit on units that are looked up one by one; more are listed."""
 
 Item = TypeVar("Item")
 Work = list[tuple[WorkPlan, Unit]]

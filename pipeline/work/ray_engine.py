@@ -78,17 +78,17 @@ class Done:
 
 
 makers: dict[str, MeteredMaker] = {}
-"""In a Ray worker process: the maker of the last order, by its key."""
+"""The maker of the last order of a Ray worker process, by its key."""
 
 plans: dict[tuple[str, str, int], dict[str, tuple[WorkPlan, Unit]]] = {}
-"""In a Ray worker process: the units of the last plan by their id, by (key of the order, recipe, number)."""
+"""The units of the last plan of a Ray worker process by their id, by (key of the order, recipe, number)."""
 
 
 def make_unit(order: WorkerSettings, recipe: str, plan_number: int, unit_id: str) -> Done:
     """The body of a task."""
     if order.version != __version__:
         raise UserError(
-            "this node has another version of sana-pipe than the one that hands out the work",
+            "this node has a different version of sana-pipe than the process that hands out the work",
             expected=order.version,
             found=__version__,
             fix="install the same version on every node",

@@ -397,7 +397,7 @@ LAYOUTS: dict[str, Layout] = {
         TRIGGER,
         {"data.caption": "sks dog"},
         "sks dog",
-        says=("holds no letter", "classes.txt"),
+        says=("has no letters", "classes.txt"),
     ),
     "names in another case": Layout(
         "cameras",
