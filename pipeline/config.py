@@ -210,7 +210,7 @@ class TextConfig(Weights):
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Precision of the encoder's computation; part of the recipe."""
     recipe: Literal["diffusers", "nvlabs"] = "diffusers"
-    """How captions are normalised. diffusers: lower case, stripped, as `SanaPipeline` does at inference. nvlabs: as
+    """Normalisation of captions. diffusers: lower case, stripped, as `SanaPipeline` does at inference. nvlabs: as
     written, as NVlabs' trainer does."""
     instruction: str | None = None
     """The text before each caption; null: the recipe's instruction; `""`: none."""
@@ -400,7 +400,7 @@ class EncodeConfig(_Section):
     a unit's bytes do not depend on the process that encodes it."""
 
     storage: StorageConfig = StorageConfig()
-    """How values are stored."""
+    """Storage of values."""
     signals: list[Literal["phash"]] = []
     """Further records of each picture, made from the pixels that are decoded for the latent. phash: a perceptual hash,
     by which near-duplicates are found. A cache gets those that it lacks without encoding latents again."""

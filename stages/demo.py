@@ -77,7 +77,7 @@ def run(out: Path, quick: bool = False) -> int:
 
 
 RUNS = "runs/tiny"
-"""Where the run directories of the rounds are: `train.output` of the configuration, so `report` is about both."""
+"""The folder of the rounds' run directories: `train.output` of the configuration, so `report` is about both."""
 _LAST = ["--checkpoint", f"{RUNS}/round2"]
 _RESULTS = (
     ["export", *_LAST, "--out", "export", "--overwrite"],

@@ -19,7 +19,7 @@ from pipeline.planning.recorder import ATTENTION, DEPTHWISE, KERNELS, MATMUL, UP
 
 _GB, _TERA = 1e9, 1e12
 REPLICAS = "over replicas"
-"""In the name of a sum over replicas, where its group may be as large as that of tensor parallelism."""
+"""Marks the name of a sum over replicas, where its group may be as large as that of tensor parallelism."""
 
 
 REACHED = {MATMUL: 0.60, ATTENTION: 0.35, KERNELS: 0.60}
