@@ -57,7 +57,8 @@ FAMILIES = {
     "lr": Family("learning_rate", "gauge", "Learning rate.", live=True),
     "mfu": Family("mfu_ratio", "gauge", "Model FLOPs per second over the devices' peak.", live=True),
 }
-"""Help text by the name in a row. `per_s` stands for `images_per_s` and `captions_per_s`; `rejects` holds counts by reason."""
+"""Families by the name in a row. `per_s` stands for `images_per_s` and `captions_per_s`; `rejects` holds counts by
+reason."""
 _OF_RUN = ("step", "loss", "grad_norm", "lr", "mfu")
 """Values that have no label `noun`."""
 RUNNING = Family("running", "gauge", "1 while the process runs, 0 after it ended by itself.")
