@@ -85,7 +85,7 @@ def test_it_pauses_without_a_claim_says_so_once_and_goes_on(
     err = capsys.readouterr().err
     assert err.count("paused:") == 1
     assert "1000 B can be written; 999 B are free" in err
-    assert err.count("goes on") == 1
+    assert err.count("encoding continues") == 1
     assert list((cache.root / "tmp").iterdir()) == []
 
 
@@ -148,7 +148,7 @@ def test_a_pause_looks_again_until_its_time_is_up(
     assert err.count("paused: first: waiting at most 12 s until 2.0 MiB can be written; 3.0 MiB are free") == 1
     space.unit_made()
     space.unit_made()
-    assert capsys.readouterr().err.count("goes on") == 1
+    assert capsys.readouterr().err.count("encoding continues") == 1
     with pytest.raises(NoSpaceError):
         space.wait(*unit, first)
     assert slept[3:] == [5.0, 5.0, 2.0], "the next pause gets its full time"

@@ -262,7 +262,7 @@ def test_what_cannot_be_trained_on_is_refused(
     broken = folder(tmp_path / "broken", 1)
     (broken / "0000.png").write_bytes(b"<html>no picture</html>")
     capsys.readouterr()
-    refused(broken, "no usable picture")
+    refused(broken, "no picture is usable")
     assert "0 usable pictures, 1 rejects" in capsys.readouterr().out
     bare = folder(tmp_path / "bare", 3, None)
     refused(bare, "3 of 3 pictures have no caption", "--trigger", purpose=FULL)
