@@ -155,7 +155,9 @@ def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
         return expect(config.train, shape, data, device, launch, context.log)
 
     given = replace(
-        _task(config, inputs, launch, call.quarantine), expect=predicted, accepted=partial(opening.keep, cache, inputs)
+        training_task(config, inputs, launch, call.quarantine),
+        expect=predicted,
+        accepted=partial(opening.keep, cache, inputs),
     )
     report = fit(config.train, given, launch, resume=call.resume, origin=call.origin, log=log)
     if launch.is_main and report.stopped_by is None and report.checkpoint is not None:
@@ -218,15 +220,11 @@ def _drawn(
     return config.with_train(pictures=pictures.model_copy(update={"prompts": prompts.name})), prompts.sets
 
 
-def _task(config: Config, inputs: Inputs, launch: Launch, quarantine: Choice) -> TrainingTask:
+def training_task(config: Config, inputs: Inputs, launch: Launch, quarantine: Choice = None) -> TrainingTask:
     """The task of a run: its data, and what it needs of the other sections."""
-    return replace(
-        task_of(config.train, inputs, launch, quarantine),
-        model=config.model,
-        sample=config.sample,
-        written=WrittenConfiguration(written(config), partial(reads, "train")),
-        textfile=config.metrics.textfile,
-    )
+    tree = WrittenConfiguration(written(config), partial(reads, "train"))
+    task = task_of(config.train, inputs, launch, quarantine, model=config.model, sample=config.sample, written=tree)
+    return replace(task, textfile=config.metrics.textfile)
 
 
 def _device(config: Config, launch: Launch, log: Log) -> torch.device:

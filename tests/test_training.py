@@ -42,11 +42,11 @@ from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize
 from pipeline.parallel.shards import local
 from pipeline.planning.expectation import Expectation
 from pipeline.training import build, checkpoint, checks, drawings, metrics, optimizers, stop_request
-from pipeline.training.inputs import task_of
 from pipeline.training.profiling import tracing
 from pipeline.training.recipes.flow import Flow
 from pipeline.training.step import NonFiniteError, TrainStep, clip_factor
 from pipeline.training.trainer import closable, fit
+from stages.train import training_task
 from tests.support import tiny_cache
 from tests.support.checkpoints import load_model_state
 from tests.support.forked import Forked
@@ -228,7 +228,7 @@ def test_a_bad_sample_is_called_by_the_name_of_its_item(tmp_path: Path) -> None:
 
     snapshot = tiny_cache.build(tmp_path / "cache").open_snapshot()
     settings = tiny_run.config()
-    names = task_of(settings.train, Inputs(snapshot, settings.data.resolution), Launch()).names
+    names = training_task(settings, Inputs(snapshot, settings.data.resolution), Launch()).names
     row = len(snapshot) - 1
     assert names([snapshot.sample_id(row), snapshot.sample_id(3), 5]) == {
         snapshot.sample_id(at): "item: " + snapshot.source_item(at)[1] for at in (row, 3)
@@ -1229,8 +1229,8 @@ def test_the_loaders_get_every_option(small_cache: Path, make_config: Any, tmp_p
     given = ["train.device=cpu", "train.validation={samples: 2}"]
     config = make_config(tmp_path, *given, *(f"train.{name}={value}" for name, value in options.items()))
     snapshot, file = Cache(small_cache, patience_s=40).open_snapshot(), tmp_path / "quarantine.jsonl"
-    task = task_of(
-        config.train, Inputs(snapshot, config.data.resolution, snapshot, phase=2), Launch(rank=1, world=2), file
+    task = training_task(
+        config, Inputs(snapshot, config.data.resolution, snapshot, phase=2), Launch(rank=1, world=2), file
     )
     layout = mesh.Layout(1, 2, 1, 1)
     whole = LoaderSettings(
@@ -1297,9 +1297,9 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
 
     shared = make_config(tmp_path, *few, "train.parallel.tp_size=2")
     layout = mesh.check_sizes(shared.train.parallel, 2)
-    task_of(shared.train, Inputs(snapshot, shared.data.resolution), Launch(world=2)).check(layout)
+    training_task(shared, Inputs(snapshot, shared.data.resolution), Launch(world=2)).check(layout)
     with pytest.raises(ConfigError, match=naming("--quarantine", "train.parallel.tp_size = 2")):
-        task_of(shared.train, Inputs(snapshot, shared.data.resolution), Launch(world=2), file).check(layout)
+        training_task(shared, Inputs(snapshot, shared.data.resolution), Launch(world=2), file).check(layout)
 
 
 @pytest.mark.gpu

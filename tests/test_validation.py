@@ -36,7 +36,6 @@ from pipeline.parallel.mesh import Layout
 from pipeline.snapshots import heldout
 from pipeline.training import checkpoint, lock, metrics, trainer
 from pipeline.training.ema import EMA
-from pipeline.training.inputs import task_of
 from pipeline.training.task import Report, TrainingTask
 from tests.support import tiny_cache
 from tests.support.checkpoints import load_model_state
@@ -505,8 +504,8 @@ def test_no_option_of_the_training_changes_the_samples(small: Callable[..., Conf
     cache, found = Cache(config.cache), []
     part = cache.open_snapshot("latest.heldout")
     for other in ((), ("train.caption_drop=1.0", "train.seed=5", "train.length_window=3")):
-        samples = task_of(
-            small(*other).train, Inputs(cache.open_snapshot(), 64, part, phase=2 * bool(other)), Launch()
+        samples = stages.train.training_task(
+            small(*other), Inputs(cache.open_snapshot(), 64, part, phase=2 * bool(other)), Launch()
         ).validation
         assert samples is not None
         parts = [(b.sample_ids, n, b.noise.clone(), b.captions.clone()) for b, n in samples(Layout(1, 1, 1, 1))]

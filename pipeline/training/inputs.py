@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config import PicturesConfig, TrainConfig
+from pipeline.config import ModelConfig, PicturesConfig, SampleConfig, TrainConfig
 from pipeline.errors import ConfigError
 from pipeline.launch import Launch, resolve_device
 from pipeline.loader.inputs import Inputs
@@ -20,7 +20,7 @@ from pipeline.loader.validation_loader import ValidationLoader
 from pipeline.parallel.mesh import Layout
 from pipeline.retrying import TIMEOUT_S
 from pipeline.training.assemble import recipe_of
-from pipeline.training.task import DrawnPrompts, TrainingTask
+from pipeline.training.task import DrawnPrompts, TrainingTask, WrittenConfiguration
 
 _MANY = 1000
 """Epochs that the mean length of an epoch is taken from."""
@@ -33,8 +33,17 @@ VALIDATION_SEED = 0
 compared."""
 
 
-def task_of(train: TrainConfig, inputs: Inputs, launch: Launch, quarantine: str | Path | None = None) -> TrainingTask:
-    """The data of a run."""
+def task_of(
+    train: TrainConfig,
+    inputs: Inputs,
+    launch: Launch,
+    quarantine: str | Path | None = None,
+    *,
+    model: ModelConfig,
+    sample: SampleConfig,
+    written: WrittenConfiguration,
+) -> TrainingTask:
+    """The data of a run, and what it needs of other sections."""
     snapshot, part = inputs.snapshot, inputs.heldout
     kinds = recipe_of(train).pictures
 
@@ -83,6 +92,9 @@ def task_of(train: TrainConfig, inputs: Inputs, launch: Launch, quarantine: str 
         sample_size=inputs.sample_size,
         loader=lambda layout, start, stop: Loader(snapshot, settings(layout, start, stop)),
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
+        model=model,
+        sample=sample,
+        written=written,
         names=snapshot.names,
         epoch_steps=Schedule.of(snapshot.head, seed=train.seed, phase=inputs.phase).steps_upto(_MANY) / _MANY,
         validation=None if part is None else validation,

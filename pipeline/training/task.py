@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,8 @@ class WrittenConfiguration:
         is_read: (option) -> whether a training reads it.
     """
 
-    tree: dict[str, Any] = field(default_factory=dict)
-    is_read: Callable[[str], bool] = lambda option: True
+    tree: dict[str, Any]
+    is_read: Callable[[str], bool]
 
     def changed_since(self, earlier: dict[str, Any]) -> list[str]:
         """`train.optim.lr: 0.0001 -> 2e-05` for every option or section of training that differs from that of an
@@ -102,6 +102,9 @@ class TrainingTask:
     sample_size: int
     loader: Callable[[Layout, int, int], Iterable[tuple[list[Batch], LoaderState]]]
     batches: Mapping[str, int]
+    model: ModelConfig
+    sample: SampleConfig
+    written: WrittenConfiguration
     names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {}
     epoch_steps: float | None = None
     validation: Callable[[Layout], Iterable[tuple[Batch, int]]] | None = None
@@ -111,9 +114,6 @@ class TrainingTask:
     recipe: Recipe | None = None
     adapter: Adapter | None = None
     preserved: Sequence[Tensor] = ()
-    sample: SampleConfig = field(default_factory=SampleConfig)
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(arch={}))
-    written: WrittenConfiguration = field(default_factory=WrittenConfiguration)
     patience_s: float = PATIENCE_S
     textfile: str | None = None
     check: Callable[[Layout], None] = lambda layout: None
