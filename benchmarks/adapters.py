@@ -29,21 +29,22 @@ from benchmarks.loader import build
 from benchmarks.memory import count, shape
 from benchmarks.report import finish, median, table
 from benchmarks.train_step import CPU, TINY, batch_of
-from pipeline.config import TrainConfig, load
-from pipeline.gpus import card
-from pipeline.models import nvlabs
-from pipeline.models.adapters import Merged, adapter_of
-from pipeline.models.sana_config import SanaConfig
-from pipeline.models.spec import reset_buffers
-from pipeline.parallel.parallelize import ParallelModel
-from pipeline.planning.predict import Data, Machine, predict
-from pipeline.processes import run_and_exit
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.training import optimizers
-from pipeline.training.assemble import Trainable
-from pipeline.training.recipes.flow import Flow
-from pipeline.training.step import TrainStep
+from pipeline.base.gpus import card
+from pipeline.base.processes import run_and_exit
+from pipeline.config import load
+from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.text import TextRecipe
+from pipeline.tools.planning.predict import Data, Machine, predict
+from pipeline.train.config import TrainConfig
+from pipeline.train.models import nvlabs
+from pipeline.train.models.adapters import Merged, adapter_of
+from pipeline.train.models.sana_config import SanaConfig
+from pipeline.train.models.spec import reset_buffers
+from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.training import optimizers
+from pipeline.train.training.assemble import Trainable
+from pipeline.train.training.recipes.flow import Flow
+from pipeline.train.training.step import TrainStep
 
 RANK = 16
 SMALL = SanaConfig(

@@ -32,12 +32,12 @@ import stages.sample
 import stages.train
 from benchmarks.report import finish, table
 from pipeline import cli
-from pipeline.cache.cache import Cache
-from pipeline.cache.shard import ShardReader
+from pipeline.base.processes import run_and_exit
 from pipeline.config import Config, load
-from pipeline.demo import small_models
-from pipeline.loader.loader import Loader, LoaderSettings
-from pipeline.processes import run_and_exit
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.shard import ShardReader
+from pipeline.data.loader.loader import Loader, LoaderSettings
+from pipeline.tools.demo import small_models
 
 SIDE = 64
 NAMES = ("astronaut", "chelsea", "coffee", "rocket", "camera", "cat", "brick", "coins", "moon", "hubble_deep_field")

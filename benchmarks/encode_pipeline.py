@@ -23,21 +23,21 @@ import torch
 from PIL import Image
 
 from benchmarks.report import finish, median, table
-from pipeline.cache.cache import Cache, Unit, WorkPlan
-from pipeline.cache.index import Commit
-from pipeline.config import EncodeConfig
-from pipeline.encoding import plan as planning
-from pipeline.encoding import scan as scanning
-from pipeline.encoding import unit_records
-from pipeline.images import decoding
-from pipeline.processes import run_and_exit
-from pipeline.signals.latent import LatentRecipe
-from pipeline.sources.folder import FolderSource
-from pipeline.sources.source import Place
-from pipeline.work import engine
-from pipeline.work.claims import Claims
-from pipeline.work.progress import Progress
-from pipeline.work.stop import Stop
+from pipeline.base.processes import run_and_exit
+from pipeline.data.cache.cache import Cache, Unit, WorkPlan
+from pipeline.data.cache.index import Commit
+from pipeline.data.encoding import plan as planning
+from pipeline.data.encoding import scan as scanning
+from pipeline.data.encoding import unit_records
+from pipeline.data.encoding.config import EncodeConfig
+from pipeline.data.images import decoding
+from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.sources.folder import FolderSource
+from pipeline.data.sources.source import Place
+from pipeline.data.work import engine
+from pipeline.data.work.claims import Claims
+from pipeline.data.work.progress import Progress
+from pipeline.data.work.stop import Stop
 
 SIDE, BATCH = 256, 4
 UNIT, PICTURE_S = 16, 0.05

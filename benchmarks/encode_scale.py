@@ -40,15 +40,15 @@ import pyarrow as pa
 
 from benchmarks import large_cache
 from benchmarks.report import finish, median, table
-from pipeline.cache import layout
-from pipeline.cache.cache import Cache
-from pipeline.cache.status import status
-from pipeline.config import EncodeConfig
-from pipeline.encoding import plan as planning
-from pipeline.encoding import unit_records
-from pipeline.processes import run_and_exit
-from pipeline.signals.latent import LatentRecipe
-from pipeline.work import engine
+from pipeline.base.processes import run_and_exit
+from pipeline.data.cache import layout
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.status import status
+from pipeline.data.encoding import plan as planning
+from pipeline.data.encoding import unit_records
+from pipeline.data.encoding.config import EncodeConfig
+from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.work import engine
 
 RECIPE = LatentRecipe(weights="scale", compression=8, channels=4)
 SIZES = [(64, 64), (48, 80), (80, 48)]

@@ -31,34 +31,34 @@ import pyarrow.compute as pc
 
 from benchmarks import s3_listing
 from benchmarks.report import resident
-from pipeline.cache import arrow, audit, garbage, index, keys, layout, scan_table, scratch
-from pipeline.cache.cache import Cache
-from pipeline.cache.keys import binary
-from pipeline.cache.layout import Paths
-from pipeline.cache.recipes import Recipe, records_schema
-from pipeline.cache.shard import to_ipc
-from pipeline.cache.snapshot_lists import publish
-from pipeline.cache.status import status
+from pipeline.base.processes import run_and_exit
 from pipeline.config import Config, load
-from pipeline.encoding import estimate, last_scan, scan_rows, unit_records
-from pipeline.encoding import plan as planning
-from pipeline.encoding import scan as scanning
-from pipeline.images import buckets
-from pipeline.loader import planner
-from pipeline.processes import run_and_exit
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.snapshots import assemble, frames
-from pipeline.sources import remote
-from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.caption_rules import instruction
-from pipeline.sources.filesystem import LocalFilesystem
-from pipeline.sources.folder import FolderSource
-from pipeline.sources.source import ListedItems, Part
-from pipeline.sources.tars import TarSource
-from pipeline.work import claims
-from pipeline.work.engine import Worker
-from pipeline.work.stop import Stop
+from pipeline.data.cache import arrow, audit, garbage, index, keys, layout, scan_table, scratch
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.keys import binary
+from pipeline.data.cache.layout import Paths
+from pipeline.data.cache.recipes import Recipe, records_schema
+from pipeline.data.cache.shard import to_ipc
+from pipeline.data.cache.snapshot_lists import publish
+from pipeline.data.cache.status import status
+from pipeline.data.encoding import estimate, last_scan, scan_rows, unit_records
+from pipeline.data.encoding import plan as planning
+from pipeline.data.encoding import scan as scanning
+from pipeline.data.images import buckets
+from pipeline.data.loader import planner
+from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.text import TextRecipe
+from pipeline.data.snapshots import assemble, frames
+from pipeline.data.sources import remote
+from pipeline.data.sources.caption_columns import CaptionRule
+from pipeline.data.sources.caption_rules import instruction
+from pipeline.data.sources.filesystem import LocalFilesystem
+from pipeline.data.sources.folder import FolderSource
+from pipeline.data.sources.source import ListedItems, Part
+from pipeline.data.sources.tars import TarSource
+from pipeline.data.work import claims
+from pipeline.data.work.engine import Worker
+from pipeline.data.work.stop import Stop
 from stages import bucket, encode
 
 PER_TAR = 10_000

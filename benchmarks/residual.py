@@ -17,19 +17,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.memory import count, fake_model, shape, technique
 from benchmarks.report import finish, table
-from pipeline.config import FlowConfig, TrainConfig
-from pipeline.launch import Launch
-from pipeline.models import sana_config
-from pipeline.models.objective import FlowMatching
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import numerics
-from pipeline.models.sana_shape import Numerics
-from pipeline.parallel.mesh import open_mesh
-from pipeline.parallel.microbatch import Microbatch
-from pipeline.parallel.parallelize import parallelize
-from pipeline.processes import run_and_exit
-from pipeline.training.recipes import StepLoss
-from pipeline.training.recipes.flow import Flow
+from pipeline.base.launch import Launch
+from pipeline.base.processes import run_and_exit
+from pipeline.train.config import TrainConfig
+from pipeline.train.models import sana_config
+from pipeline.train.models.config import FlowConfig
+from pipeline.train.models.objective import FlowMatching
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import numerics
+from pipeline.train.models.sana_shape import Numerics
+from pipeline.train.parallel.mesh import open_mesh
+from pipeline.train.parallel.microbatch import Microbatch
+from pipeline.train.parallel.parallelize import parallelize
+from pipeline.train.training.recipes import StepLoss
+from pipeline.train.training.recipes.flow import Flow
 
 CPU = torch.device("cpu")
 SCALES = {"new weights": 1.0, "tokens x 10": 10.0}

@@ -26,16 +26,16 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.report import finish, table
-from pipeline.cache import index, layout, shard
-from pipeline.cache.cache import Cache, Unit, WorkPlan
-from pipeline.cache.recipes import Recipe
-from pipeline.config import MirrorConfig
-from pipeline.processes import run_and_exit
-from pipeline.signals.latent import LatentRecipe
-from pipeline.work.claims import Claims
-from pipeline.work.engine import Worker, make_units, missing_units
-from pipeline.work.progress import Progress
-from pipeline.work.stop import Stop
+from pipeline.base.processes import run_and_exit
+from pipeline.data.cache import index, layout, shard
+from pipeline.data.cache.cache import Cache, Unit, WorkPlan
+from pipeline.data.cache.config import MirrorConfig
+from pipeline.data.cache.recipes import Recipe
+from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.work.claims import Claims
+from pipeline.data.work.engine import Worker, make_units, missing_units
+from pipeline.data.work.progress import Progress
+from pipeline.data.work.stop import Stop
 
 BUCKET, FOLDER, PAGE = "bucket", "pictures", 1000
 _ENTRY = (

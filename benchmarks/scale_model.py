@@ -2,8 +2,8 @@
 
 What: `cache_of` gives the bytes and objects of a cache and what encoding costs, `training` the speed, traffic and
 checkpoints of a launch, `reading` what its nodes ask of the object store, by `benchmarks.reading_simulator`.
-Bytes, times and shards are computed elsewhere: bytes and encoding hours by `pipeline.encoding.estimate` on a few
-thousand typical items, training hours by `pipeline.planning.cost`.
+Bytes, times and shards are computed elsewhere: bytes and encoding hours by `encoding.estimate` on a few
+thousand typical items, training hours by `planning.cost`.
 Price: every figure inherits the assumptions of those, and the constants below.
 """
 
@@ -26,19 +26,19 @@ from benchmarks.reading_simulator import (
     nodes,
     simulate,
 )
-from pipeline.cache import codec
-from pipeline.cache.snapshot_samples import CHUNK_ROWS
+from pipeline.base.gpus import card
 from pipeline.config import Config, load
-from pipeline.encoding import estimate, plan
-from pipeline.gpus import card
-from pipeline.loader.loader import LoaderSettings
-from pipeline.parallel.mesh import Layout
-from pipeline.planning.cost import LINK, REACHED, Time
-from pipeline.planning.predict import Data, Machine, Prediction, architecture, checkpoint_bytes, predict
-from pipeline.planning.recorder import MATMUL
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.training.inputs import PREFETCH_MIB, THREADS
+from pipeline.data.cache import codec
+from pipeline.data.cache.snapshot_samples import CHUNK_ROWS
+from pipeline.data.encoding import estimate, plan
+from pipeline.data.loader.loader import LoaderSettings
+from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.text import TextRecipe
+from pipeline.tools.planning.cost import LINK, REACHED, Time
+from pipeline.tools.planning.predict import Data, Machine, Prediction, architecture, checkpoint_bytes, predict
+from pipeline.tools.planning.recorder import MATMUL
+from pipeline.train.parallel.mesh import Layout
+from pipeline.train.training.inputs import PREFETCH_MIB, THREADS
 
 CONFIGURATION = "sana_1600m_1024"
 CARD = "h100"
@@ -52,7 +52,7 @@ MIRROR_GIB = 1024
 """`mirror.gib`: local disk of a node. Assumption."""
 VAE_FLOPS = 5.1796e12
 """Operations to encode a picture of 1024 x 1024 with DC-AE f32c32. Counted by torch on the module of diffusers
-(`tests/test_scale.py`)."""
+(`tests/data/test_scale.py`)."""
 TEXT_FLOPS = 4.066e9
 """Operations of Gemma-2-2b per position, at 80 positions. Counted as above."""
 INSTRUCTION, POSITIONS = 234, 300

@@ -27,16 +27,16 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.report import finish, table
-from pipeline.cache import codec, layout, shard, snapshot_lists
-from pipeline.cache.cache import Cache
-from pipeline.cache.snapshot import Snapshot
-from pipeline.cache.snapshot_head import Bucket, Head, Policies, TextPlace
-from pipeline.cache.snapshot_samples import CHUNK_ROWS, NAMES, WRITTEN, samples_schema, write_chunk
-from pipeline.loader.loader import Loader, LoaderSettings
-from pipeline.loader.schedule import Schedule
-from pipeline.processes import run_and_exit
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
+from pipeline.base.processes import run_and_exit
+from pipeline.data.cache import codec, layout, shard, snapshot_lists
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.data.cache.snapshot_head import Bucket, Head, Policies, TextPlace
+from pipeline.data.cache.snapshot_samples import CHUNK_ROWS, NAMES, WRITTEN, samples_schema, write_chunk
+from pipeline.data.loader.loader import Loader, LoaderSettings
+from pipeline.data.loader.schedule import Schedule
+from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.text import TextRecipe
 
 BUCKETS = [(256, 256), (288, 224), (224, 288), (320, 192), (192, 320)]
 BATCH, RECORDS, STEPS = 32, 40, 200

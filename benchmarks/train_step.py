@@ -29,19 +29,20 @@ from torch import Tensor
 import stages.train
 from benchmarks.loader import build
 from benchmarks.report import finish, median, table
-from pipeline.config import Config, FlowConfig, load
-from pipeline.loader.loader import Batch
-from pipeline.models.objective import FlowMatching
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel.parallelize import ParallelModel
-from pipeline.processes import run_and_exit
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.training import metrics
-from pipeline.training import optimizers as optim
-from pipeline.training.recipes.flow import Flow
-from pipeline.training.step import TrainStep
+from pipeline.base.processes import run_and_exit
+from pipeline.config import Config, load
+from pipeline.data.loader.loader import Batch
+from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.text import TextRecipe
+from pipeline.train.models.config import FlowConfig
+from pipeline.train.models.objective import FlowMatching
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import SanaConfig
+from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.training import metrics
+from pipeline.train.training import optimizers as optim
+from pipeline.train.training.recipes.flow import Flow
+from pipeline.train.training.step import TrainStep
 
 CPU = torch.device("cpu")
 TINY = [(48, 80), (56, 72), (64, 64), (72, 56), (80, 48)]

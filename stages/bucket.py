@@ -1,6 +1,6 @@
 """`sana-pipe bucket`: make an immutable snapshot from one cache or several. Copies no tensor bytes of the first.
 
-Steps: read the scans and indexes of every cache, choose the samples and assemble them (`pipeline.snapshots.making`),
+Steps: read the scans and indexes of every cache, choose the samples and assemble them (`snapshots.making`),
 then adopt the shards of other caches and publish the snapshot.
 """
 
@@ -13,20 +13,21 @@ from typing import Any
 
 import click
 
-from pipeline.amounts import amount
-from pipeline.cache import copies
-from pipeline.cache.cache import check_snapshot_name
-from pipeline.config import Config, setting
-from pipeline.errors import CacheError, escaped
-from pipeline.locations import cache_location
-from pipeline.reporting.further_figures import mask_notes
-from pipeline.signals import Encoders
-from pipeline.snapshots.inputs import open_caches, read_inputs
-from pipeline.snapshots.making import make
-from pipeline.snapshots.near import Report
-from pipeline.snapshots.publishing import publish
-from pipeline.sources import reject_kinds
-from pipeline.work.progress import Progress
+from pipeline.base.amounts import amount
+from pipeline.base.config import setting
+from pipeline.base.errors import CacheError, escaped
+from pipeline.config import Config
+from pipeline.data.cache import copies
+from pipeline.data.cache.cache import check_snapshot_name
+from pipeline.data.signals import Encoders
+from pipeline.data.snapshots.inputs import open_caches, read_inputs
+from pipeline.data.snapshots.making import make
+from pipeline.data.snapshots.near import Report
+from pipeline.data.snapshots.publishing import publish
+from pipeline.data.sources import reject_kinds
+from pipeline.data.work.progress import Progress
+from pipeline.tools.locations import cache_location
+from pipeline.tools.reporting.further_figures import mask_notes
 
 MANY = 200_000
 """Samples from which on the progress of a comparison is shown."""

@@ -1,7 +1,7 @@
 """`sana-pipe encode`: sources to the cache, one encoder in memory at a time.
 
 Scan and plan, then encode text that is missing, then latents. Of several processes one judges the scan and plans, and
-the others read its result (see `pipeline.encoding.fragments`). Running the same command again continues; with nothing
+the others read its result (see `encoding.fragments`). Running the same command again continues; with nothing
 new it loads no model. Prompts (`--prompts`) are text without pictures; the worker that finds all their records
 publishes the set.
 """
@@ -20,40 +20,41 @@ from typing import Any
 import click
 import pyarrow as pa
 
-from pipeline import launch, retrying, signals
-from pipeline.amounts import amount
-from pipeline.cache import copies, layout
-from pipeline.cache import prompts as prompt_sets
-from pipeline.cache.cache import Cache, WorkPlan
-from pipeline.cache.files import Files
-from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of
+from pipeline.base import launch, retrying
+from pipeline.base.amounts import amount
+from pipeline.base.errors import IntegrityError, NoSpaceError, UserError
 from pipeline.config import Config
-from pipeline.encoding import estimate, image_batch, last_scan, refusals, scan_rows, understood, unit_encoder
-from pipeline.encoding import plan as planning
-from pipeline.encoding import prompts as prompting
-from pipeline.encoding import rejects as rejecting
-from pipeline.encoding import scan as scanning
-from pipeline.encoding import survey as surveying
-from pipeline.encoding.encoder_settings import EncoderSettings
-from pipeline.encoding.fragments import Fragments, ScanSuperseded
-from pipeline.encoding.reading import Reading
-from pipeline.encoding.rejects import Rejects
-from pipeline.encoding.unit_encoder import UnitEncoder
-from pipeline.errors import IntegrityError, NoSpaceError, UserError
-from pipeline.images import buckets
-from pipeline.locations import cache_location
-from pipeline.models.text import count_rows
-from pipeline.signals import PictureSignal
-from pipeline.signals.latent import compression
-from pipeline.signals.text import TextRecipe
-from pipeline.sources import caption_rules
-from pipeline.sources.reject_kinds import Kinds
-from pipeline.sources.source import Source
-from pipeline.work import claims, disk_space, ray_engine
-from pipeline.work.engine import Work, Worker, make_units, missing_units
-from pipeline.work.progress import Meter, Progress
-from pipeline.work.progress_rows import ProgressRows
-from pipeline.work.stop import Stop, Stopped
+from pipeline.data import signals
+from pipeline.data.cache import copies, layout
+from pipeline.data.cache import prompts as prompt_sets
+from pipeline.data.cache.cache import Cache, WorkPlan
+from pipeline.data.cache.files import Files
+from pipeline.data.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of
+from pipeline.data.encoders.text import count_rows
+from pipeline.data.encoding import estimate, image_batch, last_scan, refusals, scan_rows, understood, unit_encoder
+from pipeline.data.encoding import plan as planning
+from pipeline.data.encoding import prompts as prompting
+from pipeline.data.encoding import rejects as rejecting
+from pipeline.data.encoding import scan as scanning
+from pipeline.data.encoding import survey as surveying
+from pipeline.data.encoding.encoder_settings import EncoderSettings
+from pipeline.data.encoding.fragments import Fragments, ScanSuperseded
+from pipeline.data.encoding.reading import Reading
+from pipeline.data.encoding.rejects import Rejects
+from pipeline.data.encoding.unit_encoder import UnitEncoder
+from pipeline.data.images import buckets
+from pipeline.data.signals import PictureSignal
+from pipeline.data.signals.latent import compression
+from pipeline.data.signals.text import TextRecipe
+from pipeline.data.sources import caption_rules
+from pipeline.data.sources.reject_kinds import Kinds
+from pipeline.data.sources.source import Source
+from pipeline.data.work import claims, disk_space, ray_engine
+from pipeline.data.work.engine import Work, Worker, make_units, missing_units
+from pipeline.data.work.progress import Meter, Progress
+from pipeline.data.work.progress_rows import ProgressRows
+from pipeline.data.work.stop import Stop, Stopped
+from pipeline.tools.locations import cache_location
 
 
 def run(
@@ -72,14 +73,14 @@ def run(
     """Encode a source, prompts, or both into the cache.
 
     Args:
-        data: a folder, tars, tables or a listing; see `pipeline.sources.detect`. None: prompts only.
+        data: a folder, tars, tables or a listing; see `sources.detect`. None: prompts only.
         source_name: the source's name in the cache; default: the folder's name.
         format: what `data` is; default: detected.
         rehash: read every file again instead of trusting size and mtime.
         task_index, task_count: this process's share of the missing units; default: what the launcher says.
         engine: `local`, or `ray` (this process hands the units to a cluster).
         as_json: print the result as one JSON object; everything else goes to stderr.
-        prompts: a file of prompts; see `pipeline.encoding.prompts.read`. None: with `data.caption_prefix` those of
+        prompts: a file of prompts; see `encoding.prompts.read`. None: with `data.caption_prefix` those of
             `prompting.of_trigger`, as the set `TRIGGER`.
         prompts_name: of their set.
 
@@ -244,7 +245,7 @@ class EncodeRun(_TextRun):
     """The state that every step of a run with a source needs.
 
     Attributes:
-        recipes: of the records, as of `pipeline.signals.recipes`.
+        recipes: of the records, as of `signals.recipes`.
         table: the target resolutions (height, width) of the buckets.
     """
 

@@ -22,20 +22,21 @@ from typing import Any
 
 import torch
 
-from pipeline import outputs
-from pipeline.cache.disk import sync_path
-from pipeline.config import Config, Weights, written
-from pipeline.errors import ConfigError, UserError, writing
-from pipeline.models import hub
-from pipeline.models.adapters import Adapter, Merged, adapter_from, files
-from pipeline.models.encoders import vae_shape
-from pipeline.models.spec import ModelSpec
-from pipeline.models.text import TOKENIZER_FILES, text_width
-from pipeline.options import value_at
-from pipeline.reporting.export_readme import TrainedModel, copy_pictures, readme, trigger_of
-from pipeline.training import checkpoint as checkpoints
-from pipeline.training.base_weights import whole_weights
-from pipeline.urls import strip_credentials
+from pipeline.base import hub
+from pipeline.base.config import Weights
+from pipeline.base.disk import sync_path
+from pipeline.base.errors import ConfigError, UserError, writing
+from pipeline.base.options import value_at
+from pipeline.base.urls import strip_credentials
+from pipeline.config import Config, written
+from pipeline.data.encoders.text import TOKENIZER_FILES, text_width
+from pipeline.data.encoders.vae import vae_shape
+from pipeline.tools import outputs
+from pipeline.tools.reporting.export_readme import TrainedModel, copy_pictures, readme, trigger_of
+from pipeline.train.models.adapters import Adapter, Merged, adapter_from, files
+from pipeline.train.models.spec import ModelSpec
+from pipeline.train.training import checkpoint as checkpoints
+from pipeline.train.training.base_weights import whole_weights
 
 MARK = "sana_pipe.json"
 """Marks a folder as an export: what was exported, and the options that it depends on."""
@@ -327,7 +328,7 @@ def _parts(config: Config, architecture: ModelSpec) -> Parts:
 
 def _write(config: Config, architecture: ModelSpec, parts: Parts, work: Path) -> None:
     """Everything of a pipeline but its transformer and its README."""
-    from pipeline.models.sampler import scheduler  # the only import of diffusers here
+    from pipeline.train.models.sampler import scheduler  # the only import of diffusers here
 
     scheduler(config.train.flow.shift).save_pretrained(work / "scheduler")
     copy_model(parts.vae, work / "vae")

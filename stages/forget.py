@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import click
 
-from pipeline.cache import prompts
 from pipeline.config import Config
-from pipeline.locations import cache_location
+from pipeline.data.cache import prompts
+from pipeline.tools.locations import cache_location
 
 
 def run(config: Config, source: str | None = None, snapshot: str | None = None, prompt_set: str | None = None) -> int:

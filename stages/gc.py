@@ -6,10 +6,10 @@ import json
 
 import click
 
-from pipeline.amounts import amount
-from pipeline.cache.garbage import remove, unneeded
+from pipeline.base.amounts import amount
 from pipeline.config import Config
-from pipeline.locations import cache_location
+from pipeline.data.cache.garbage import remove, unneeded
+from pipeline.tools.locations import cache_location
 
 
 def run(config: Config, yes: bool = False, older_than_hours: float = 48, as_json: bool = False) -> int:

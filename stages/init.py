@@ -1,6 +1,6 @@
 """`sana-pipe init`: look at the pictures, the card and the disk, and write a commented configuration.
 
-What: scans the sources by their headers, as `encode --dry-run` does, asks `pipeline.planning.recommend` which shipped
+What: scans the sources by their headers, as `encode --dry-run` does, asks `planning.recommend` which shipped
 file fits and what to change in it, and writes `sana-pipe.yaml` and `prompts.txt`. Prints each change with its reason,
 and what `plan` predicts.
 Nothing is encoded, and no model is read.
@@ -19,35 +19,36 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from pipeline.amounts import amount
-from pipeline.cache.cache import check_source_name
-from pipeline.cache.disk import replacing
-from pipeline.cache.files import Files
-from pipeline.cache.keys import fixed
-from pipeline.config import LOCAL_NAME, Config, load, load_given, read_tree, setting, validated
-from pipeline.encoding import estimate, refusals, scan_rows, survey, understood
-from pipeline.encoding.picture_commands import ALL_PICTURES
-from pipeline.encoding.reading import settles
-from pipeline.encoding.regularisation import class_of, places_of
-from pipeline.encoding.understood import Understood
-from pipeline.errors import UserError, escaped, writing
-from pipeline.gpus import CPU, GIB
-from pipeline.images import buckets
-from pipeline.launch import Launch, gpus, unusable
-from pipeline.options import value_at, within
-from pipeline.planning import auto, extent, predict, recommend
-from pipeline.planning.predict import Data, Machine
-from pipeline.planning.recommend import Choice, Facts, Recommendation
-from pipeline.planning.search import Search
-from pipeline.processes import shown
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.snapshots.selection import is_held_out
-from pipeline.sources import further, name_patterns
-from pipeline.sources.detect import open_source
-from pipeline.sources.reject_kinds import Kinds
-from pipeline.sources.source import Place, Source
-from pipeline.yaml_text import as_yaml, from_yaml
+from pipeline.base.amounts import amount
+from pipeline.base.config import setting
+from pipeline.base.disk import replacing
+from pipeline.base.errors import UserError, escaped, writing
+from pipeline.base.gpus import CPU, GIB
+from pipeline.base.launch import Launch, gpus, unusable
+from pipeline.base.options import value_at, within
+from pipeline.base.processes import shown
+from pipeline.base.yaml_text import as_yaml, from_yaml
+from pipeline.config import LOCAL_NAME, Config, load, load_given, read_tree, validated
+from pipeline.data.cache.cache import check_source_name
+from pipeline.data.cache.files import Files
+from pipeline.data.cache.keys import fixed
+from pipeline.data.encoding import estimate, refusals, scan_rows, survey, understood
+from pipeline.data.encoding.picture_commands import ALL_PICTURES
+from pipeline.data.encoding.reading import settles
+from pipeline.data.encoding.regularisation import class_of, places_of
+from pipeline.data.encoding.understood import Understood
+from pipeline.data.images import buckets
+from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.text import TextRecipe
+from pipeline.data.snapshots.selection import is_held_out
+from pipeline.data.sources import further, name_patterns
+from pipeline.data.sources.detect import open_source
+from pipeline.data.sources.reject_kinds import Kinds
+from pipeline.data.sources.source import Place, Source
+from pipeline.tools.planning import auto, extent, predict, recommend
+from pipeline.tools.planning.predict import Data, Machine
+from pipeline.tools.planning.recommend import Choice, Facts, Recommendation
+from pipeline.tools.planning.search import Search
 
 PROMPTS = "prompts.txt"
 COUNTED = 200

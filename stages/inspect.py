@@ -9,16 +9,16 @@ from typing import Any
 
 import click
 
+from pipeline.base.errors import escaped
 from pipeline.config import Config
-from pipeline.errors import escaped
-from pipeline.locations import cache_location
-from pipeline.reporting.blocks import plain
-from pipeline.reporting.figures import collect
-from pipeline.reporting.sections import SECTIONS
+from pipeline.tools.locations import cache_location
+from pipeline.tools.reporting.blocks import plain
+from pipeline.tools.reporting.figures import collect
+from pipeline.tools.reporting.sections import SECTIONS
 
 
 def run(config: Config, run: Path | None = None, snapshot: str | None = None, as_json: bool = False) -> int:
-    """Print the numbers. Arguments and errors: see `pipeline.reporting.figures.collect`.
+    """Print the numbers. Arguments and errors: see `reporting.figures.collect`.
 
     Returns:
         0.

@@ -11,17 +11,17 @@ from typing import Any
 
 import click
 
-from pipeline import launch
-from pipeline.amounts import amount
-from pipeline.cache import copies, index
-from pipeline.cache.cache import check_snapshot_name, name_taken
-from pipeline.cache.snapshot_head import Head
+from pipeline.base import launch
+from pipeline.base.amounts import amount
 from pipeline.config import Config
-from pipeline.locations import cache_location
-from pipeline.snapshots import heldout, packing
-from pipeline.work import claims, engine
-from pipeline.work.progress import Progress
-from pipeline.work.stop import Stop, Stopped
+from pipeline.data.cache import copies, index
+from pipeline.data.cache.cache import check_snapshot_name, name_taken
+from pipeline.data.cache.snapshot_head import Head
+from pipeline.data.snapshots import heldout, packing
+from pipeline.data.work import claims, engine
+from pipeline.data.work.progress import Progress
+from pipeline.data.work.stop import Stop, Stopped
+from pipeline.tools.locations import cache_location
 
 
 def check_name(name: str | None) -> None:

@@ -11,19 +11,20 @@ from typing import Any
 
 import click
 
-from pipeline.amounts import amount, duration, figure
-from pipeline.config import Config, TrainConfig
-from pipeline.errors import print_error
-from pipeline.gpus import GIB
-from pipeline.locations import cache_location
-from pipeline.planning import auto, extent
-from pipeline.planning import predict as predicting
-from pipeline.planning.cost import Time, by_share
-from pipeline.planning.predict import Data, Machine, Prediction
-from pipeline.planning.search import Candidate, NothingFitsError, Search
-from pipeline.snapshots.opening import unused_records
-from pipeline.training.assemble import recipe_of
-from pipeline.training.remedies import flags
+from pipeline.base.amounts import amount, duration, figure
+from pipeline.base.errors import print_error
+from pipeline.base.gpus import GIB
+from pipeline.config import Config
+from pipeline.data.snapshots.opening import unused_records
+from pipeline.tools.locations import cache_location
+from pipeline.tools.planning import auto, extent
+from pipeline.tools.planning import predict as predicting
+from pipeline.tools.planning.cost import Time, by_share
+from pipeline.tools.planning.predict import Data, Machine, Prediction
+from pipeline.tools.planning.search import Candidate, NothingFitsError, Search
+from pipeline.train.config import TrainConfig
+from pipeline.train.training.assemble import recipe_of
+from pipeline.train.training.remedies import flags
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """`sana-pipe report`: one HTML page about a snapshot and a run.
 
-What: collects the numbers (`pipeline.reporting.figures`), reads pictures of rejects where their sources still exist,
+What: collects the numbers (`reporting.figures`), reads pictures of rejects where their sources still exist,
 and writes one file that needs no network. Writes nothing into the cache or the run.
 """
 
@@ -13,19 +13,20 @@ from pathlib import Path
 import click
 from PIL import Image
 
-from pipeline import outputs, processes
-from pipeline.amounts import amount
-from pipeline.cache.cache import Cache
-from pipeline.cache.prompts import spread
-from pipeline.cache.snapshot import Snapshot
+from pipeline.base import processes
+from pipeline.base.amounts import amount
+from pipeline.base.errors import UserError, shown
 from pipeline.config import Config
-from pipeline.errors import UserError, shown
-from pipeline.locations import cache_location
-from pipeline.reporting import page
-from pipeline.reporting.blocks import Card
-from pipeline.reporting.figures import collect
-from pipeline.reporting.further_figures import further_recipes
-from pipeline.reporting.source_pictures import Embedded, SourcePictures, embedded
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.prompts import spread
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.tools import outputs
+from pipeline.tools.locations import cache_location
+from pipeline.tools.reporting import page
+from pipeline.tools.reporting.blocks import Card
+from pipeline.tools.reporting.figures import collect
+from pipeline.tools.reporting.further_figures import further_recipes
+from pipeline.tools.reporting.source_pictures import Embedded, SourcePictures, embedded
 
 PAGE = "report.html"
 
@@ -43,7 +44,7 @@ def run(
 
     Args:
         out: the file.
-        run, snapshot, compare: see `pipeline.reporting.figures.collect`.
+        run, snapshot, compare: see `reporting.figures.collect`.
         pictures: read the sources for thumbnails.
         gallery: how many latents are decoded, evenly spaced in the snapshot. 0 is the default because the decoder needs
             the weights of the VAE, and minutes where there is no GPU.
@@ -115,7 +116,7 @@ def _nothing(missing: dict[str, dict[str, str]]) -> UserError:
 
 def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None, count: int) -> list[Card]:
     """Decoded latents beside the pictures of their sources, with the captions."""
-    from pipeline.reporting import draw_latents, encoder_process  # torch, which other pages do not need
+    from pipeline.tools.reporting import draw_latents, encoder_process  # torch, which other pages do not need
 
     rows = spread(len(snapshot), min(count, len(snapshot)))
     records = draw_latents.SnapshotTensors(snapshot)

@@ -20,15 +20,16 @@ from typing import Any
 import click
 import torch
 
-from pipeline import outputs
-from pipeline.amounts import amount
-from pipeline.config import LOCAL_NAME, Config, Given, PicturesConfig, reads
-from pipeline.locations import cache_location
-from pipeline.options import flat, put, value_at
-from pipeline.processes import INTERRUPTED, beside, call, command, free_memory, shown
-from pipeline.reporting import run_pictures
-from pipeline.snapshots import provenance
-from pipeline.training import changes, checkpoint, heldout
+from pipeline.base.amounts import amount
+from pipeline.base.options import flat, put, value_at
+from pipeline.base.processes import INTERRUPTED, beside, call, command, free_memory, shown
+from pipeline.config import LOCAL_NAME, Config, Given, reads
+from pipeline.data.snapshots import provenance
+from pipeline.tools import outputs
+from pipeline.tools.locations import cache_location
+from pipeline.tools.reporting import run_pictures
+from pipeline.train.training import changes, checkpoint, heldout
+from pipeline.train.training.config import PicturesConfig
 
 PROMPTS = "prompts.txt"
 STAGES = ("encode", "bucket", "train", "sample", "export")

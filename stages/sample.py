@@ -25,27 +25,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pipeline import outputs
-from pipeline.cache.prompts import spread
-from pipeline.cache.snapshot_head import Head
+from pipeline.base.errors import CacheError, ConfigError, UserError, writing
+from pipeline.base.hub import listed, open_tensors, resolve
+from pipeline.base.launch import check_compiler, gpus, resolve_device, set_tf32
+from pipeline.base.metrics.trackers import PictureTrackers
 from pipeline.config import Config
-from pipeline.errors import CacheError, ConfigError, UserError, writing
-from pipeline.launch import check_compiler, gpus, resolve_device, set_tf32
-from pipeline.locations import cache_location
-from pipeline.metrics.trackers import PictureTrackers
-from pipeline.models.adapters import Adapter, adapter_from
-from pipeline.models.encoders import vae_shape
-from pipeline.models.hub import listed, open_tensors, resolve
-from pipeline.models.sampler import Sampling
-from pipeline.reporting import draw_latents, encoder_process, run_pictures
-from pipeline.reporting.draw_latents import DrawnLatent
-from pipeline.reporting.source_pictures import SourcePictures
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.sources import caption_rules
-from pipeline.training import checkpoint as checkpoints
-from pipeline.training import lock
-from pipeline.training.base_weights import first_weights, whole_weights
+from pipeline.data.cache.prompts import spread
+from pipeline.data.cache.snapshot_head import Head
+from pipeline.data.encoders.vae import vae_shape
+from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.text import TextRecipe
+from pipeline.data.sources import caption_rules
+from pipeline.tools import outputs
+from pipeline.tools.locations import cache_location
+from pipeline.tools.reporting import draw_latents, encoder_process, run_pictures
+from pipeline.tools.reporting.draw_latents import DrawnLatent
+from pipeline.tools.reporting.source_pictures import SourcePictures
+from pipeline.train.models.adapters import Adapter, adapter_from
+from pipeline.train.models.sampler import Sampling
+from pipeline.train.training import checkpoint as checkpoints
+from pipeline.train.training import lock
+from pipeline.train.training.base_weights import first_weights, whole_weights
 
 FOLDER = Path("samples")
 """The folder of the pictures, unless another is given."""
@@ -379,7 +379,7 @@ def decode(config: Config, latents: Path, out: Path) -> int:
     """
     from PIL import Image
 
-    from pipeline.models.encoders import LatentDecoder
+    from pipeline.data.encoders.vae import LatentDecoder
 
     with open_tensors(latents) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
@@ -434,7 +434,7 @@ def publish(
     """
     from PIL import Image
 
-    from pipeline.reporting.contact_sheet import SheetRow, contact_sheet
+    from pipeline.tools.reporting.contact_sheet import SheetRow, contact_sheet
 
     decode_in_subprocess(config, latents, work)
     origin = {"checkpoint": stored.folder.name, "weights": stored.weights}

@@ -6,13 +6,13 @@ import json
 
 import click
 
-from pipeline.amounts import amount
-from pipeline.cache import compare, layout
-from pipeline.cache.cache import MOVING, check_snapshot_name, name_taken
-from pipeline.cache.snapshot import Snapshot
+from pipeline.base.amounts import amount
+from pipeline.base.errors import IntegrityError, escaped
 from pipeline.config import Config
-from pipeline.errors import IntegrityError, escaped
-from pipeline.locations import cache_location
+from pipeline.data.cache import compare, layout
+from pipeline.data.cache.cache import MOVING, check_snapshot_name, name_taken
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.tools.locations import cache_location
 
 SHOWN = 20
 """Samples of each kind that `diff` names without `--json`."""

@@ -16,12 +16,12 @@ from typing import Any
 
 import click
 
-from pipeline.amounts import amount, duration
-from pipeline.cache.status import status
+from pipeline.base.amounts import amount, duration
+from pipeline.base.errors import IntegrityError, UserError
+from pipeline.base.metrics import rows
 from pipeline.config import Config
-from pipeline.errors import IntegrityError, UserError
-from pipeline.locations import cache_location
-from pipeline.metrics import rows
+from pipeline.data.cache.status import status
+from pipeline.tools.locations import cache_location
 
 SILENT_S = 60.0
 """A process whose claim or lock is older is called silent, or not running."""

@@ -1,6 +1,6 @@
 """Stage `train`: a snapshot and a configuration in, a run directory with checkpoints out.
 
-What: opens the snapshot and what else the run reads (`pipeline.snapshots.opening`), decides what is `auto`, and calls
+What: opens the snapshot and what else the run reads (`snapshots.opening`), decides what is `auto`, and calls
 the trainer. A finished run gets its `summary.json`. No encoder is imported here.
 Price: a snapshot must exist; `sana-pipe encode` and `sana-pipe bucket` make it.
 """
@@ -16,32 +16,34 @@ from typing import TypeVar
 
 import torch
 
-from pipeline.cache.cache import Cache
-from pipeline.cache.prompts import PromptSet
-from pipeline.cache.snapshot import Snapshot
-from pipeline.config import Config, ParallelConfig, TrainConfig, reads, written
-from pipeline.errors import ConfigError
-from pipeline.launch import Launch, check_compiler, detect, resolve_device
-from pipeline.loader import shard_prefetch
-from pipeline.loader.inputs import Inputs
-from pipeline.loader.schedule import Schedule
-from pipeline.locations import cache_location
-from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0
-from pipeline.parallel.mesh import agreed_device, open_mesh, reopening
-from pipeline.planning import auto
-from pipeline.planning.expectation import Expectation, expect
-from pipeline.planning.predict import Data, Machine
-from pipeline.planning.search import Search
-from pipeline.processes import follow_with
-from pipeline.reporting import run_pictures
-from pipeline.snapshots import opening, provenance
-from pipeline.training import changes, checkpoint, summary
-from pipeline.training.assemble import recipe_of
-from pipeline.training.build import architecture_of, text_layout
-from pipeline.training.checkpoint import Document
-from pipeline.training.inputs import task_of
-from pipeline.training.task import Context, Log, Report, TrainingTask, WrittenConfiguration
-from pipeline.training.trainer import fit
+from pipeline.base.errors import ConfigError
+from pipeline.base.launch import Launch, check_compiler, detect, resolve_device
+from pipeline.base.processes import follow_with
+from pipeline.config import Config, reads, written
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.prompts import PromptSet
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.data.loader import shard_prefetch
+from pipeline.data.loader.inputs import Inputs
+from pipeline.data.loader.schedule import Schedule
+from pipeline.data.snapshots import opening, provenance
+from pipeline.tools.locations import cache_location
+from pipeline.tools.planning import auto
+from pipeline.tools.planning.expectation import Expectation, expect
+from pipeline.tools.planning.predict import Data, Machine
+from pipeline.tools.planning.search import Search
+from pipeline.tools.reporting import run_pictures
+from pipeline.train.config import TrainConfig
+from pipeline.train.parallel.collectives import all_gather_objects, broadcast_from_rank_0
+from pipeline.train.parallel.config import ParallelConfig
+from pipeline.train.parallel.mesh import agreed_device, open_mesh, reopening
+from pipeline.train.training import changes, checkpoint, summary
+from pipeline.train.training.assemble import recipe_of
+from pipeline.train.training.build import architecture_of, text_layout
+from pipeline.train.training.checkpoint import Document
+from pipeline.train.training.inputs import task_of
+from pipeline.train.training.task import Context, Log, Report, TrainingTask, WrittenConfiguration
+from pipeline.train.training.trainer import fit
 
 T = TypeVar("T")
 _PREDICTION_S = 300
@@ -70,7 +72,7 @@ def run(
 
     Raises:
         UserError: no snapshot, one that does not fit the model or that `gc` elsewhere may remove, a run directory in
-            use, and whatever `pipeline.training.checks` refuses.
+            use, and whatever `training.checks` refuses.
     """
     launch = reopening(detect(), config.patience_s)
     log = (log or (lambda line: print(line, flush=True))) if launch.is_main else (lambda line: None)

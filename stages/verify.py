@@ -10,21 +10,21 @@ from typing import Any
 
 import click
 
-from pipeline.amounts import amount
-from pipeline.cache import audit, layout
-from pipeline.cache.cache import Cache
-from pipeline.cache.findings import BACKUP, Finding, Replaced, named_snapshots, packs, recipe_names
-from pipeline.cache.layout import Paths
-from pipeline.cache.lost import repair_documents
+from pipeline.base.amounts import amount
+from pipeline.base.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError, expanded
 from pipeline.config import Config
-from pipeline.encoding.encoder_settings import EncoderSettings
-from pipeline.encoding.repair import Repairs, repair_table
-from pipeline.encoding.unit_encoder import UnitEncoder
-from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError, expanded
-from pipeline.locations import cache_location
-from pipeline.signals import Encoders
-from pipeline.snapshots import packing
-from pipeline.work.progress import Progress
+from pipeline.data.cache import audit, layout
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.findings import BACKUP, Finding, Replaced, named_snapshots, packs, recipe_names
+from pipeline.data.cache.layout import Paths
+from pipeline.data.cache.lost import repair_documents
+from pipeline.data.encoding.encoder_settings import EncoderSettings
+from pipeline.data.encoding.repair import Repairs, repair_table
+from pipeline.data.encoding.unit_encoder import UnitEncoder
+from pipeline.data.signals import Encoders
+from pipeline.data.snapshots import packing
+from pipeline.data.work.progress import Progress
+from pipeline.tools.locations import cache_location
 
 
 def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_json: bool = False) -> int:

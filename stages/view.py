@@ -9,17 +9,17 @@ from typing import Any
 
 import click
 
-from pipeline import outputs
-from pipeline.amounts import amount
+from pipeline.base.amounts import amount
+from pipeline.base.errors import escaped
 from pipeline.config import Config
-from pipeline.errors import escaped
-from pipeline.locations import cache_location
-from pipeline.reporting import page, sample_view
-from pipeline.reporting.blocks import Block, Card, Column, Table
-from pipeline.reporting.further_figures import further_recipes
-from pipeline.reporting.sections import Section
-from pipeline.reporting.source_pictures import SourcePictures
-from pipeline.snapshots import near_samples
+from pipeline.data.snapshots import near_samples
+from pipeline.tools import outputs
+from pipeline.tools.locations import cache_location
+from pipeline.tools.reporting import page, sample_view
+from pipeline.tools.reporting.blocks import Block, Card, Column, Table
+from pipeline.tools.reporting.further_figures import further_recipes
+from pipeline.tools.reporting.sections import Section
+from pipeline.tools.reporting.source_pictures import SourcePictures
 
 
 def run(

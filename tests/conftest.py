@@ -122,7 +122,7 @@ def tiny_repo(made_once: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def photos(made_once: Callable[..., Path]) -> Path:
     """The demonstration's twelve photographs with captions. Do not write into it: copy it."""
-    from pipeline.demo import photographs
+    from pipeline.tools.demo import photographs
 
     return made_once("photos", photographs.demo_photos)
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from pipeline.cli import cli
 from pipeline.config import load, shipped
-from pipeline.training import optimizers
+from pipeline.train.training import optimizers
 from stages import demo
 from tests.support import hub_layouts
 from tests.support.sana_shapes import SHAPES

@@ -23,18 +23,18 @@ import stages.bucket
 import stages.encode
 import stages.status
 import stages.train
-from pipeline import counters, processes, retrying
-from pipeline.cache.cache import Cache
-from pipeline.cache.mirror import Mirror
+from pipeline.base import counters, processes, retrying
+from pipeline.base.errors import AwayError, CacheError
+from pipeline.base.metrics import rows, textfile
+from pipeline.base.metrics.textfile import Textfile
 from pipeline.config import Config
-from pipeline.encoding.unit_encoder import UnitEncoder
-from pipeline.errors import AwayError, CacheError
-from pipeline.metrics import rows, textfile
-from pipeline.metrics.textfile import Textfile
-from pipeline.training import metrics
-from pipeline.work import claims, progress_rows
-from pipeline.work.progress import Meter, Progress
-from pipeline.work.progress_rows import ProgressRows
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.mirror import Mirror
+from pipeline.data.encoding.unit_encoder import UnitEncoder
+from pipeline.data.work import claims, progress_rows
+from pipeline.data.work.progress import Meter, Progress
+from pipeline.data.work.progress_rows import ProgressRows
+from pipeline.train.training import metrics
 from tests.support import prometheus
 from tests.support.constants import constants, set_constants, unit_sizes
 from tests.support.failing_reads import disconnect
@@ -192,7 +192,7 @@ def test_two_tasks_write_two_files_and_a_killed_one_leaves_its_file_whole(
     models = [f"--set=vae.id={config.vae.id}", f"--set=text.id={config.text.id}"]
     sets = [f"--set={text}" for text in (*CPU, f"cache={config.cache}", f"metrics.textfile={prom}")]
     command = ["encode", "--config", "tiny", "--data", str(photos), "--task-count", "2", *models, *sets]
-    set_constants(monkeypatch, {"pipeline.work.claims.STALE_S": 2})
+    set_constants(monkeypatch, {"pipeline.data.work.claims.STALE_S": 2})
     held = partial(often, tmp_path / "go")
     tasks = [Forked(*command, "--task-index", str(task), before=held) for task in (0, 1)]
     until(lambda: prom.is_dir() and len(list(prom.glob("*.prom"))) == 2, 120)
@@ -451,8 +451,8 @@ def test_a_silent_store_and_a_slow_one_are_counted(
 
 
 def test_evictions_of_the_mirror_are_counted(tmp_path: Path, counted: Callable[[], dict[str, float]]) -> None:
-    from pipeline.cache import layout
-    from pipeline.cache.folder_store import FolderStore
+    from pipeline.data.cache import layout
+    from pipeline.data.cache.folder_store import FolderStore
 
     mirror = Mirror(tmp_path / "mirror", 1000, FolderStore(tmp_path / "origin", 60))
     for number in range(6):

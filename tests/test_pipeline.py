@@ -15,17 +15,17 @@ import torch
 import stages.bucket
 import stages.encode
 import stages.train
-from pipeline.cache.cache import Cache
-from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
-from pipeline.images import decoding
-from pipeline.loader.loader import Batch, Loader, bf16
-from pipeline.models import encoders
-from pipeline.models.objective import FlowMatching
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
-from pipeline.models.text import TextEncoder
-from pipeline.sources import caption_rules
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.data.encoders import vae as encoders
+from pipeline.data.encoders.text import TextEncoder
+from pipeline.data.images import decoding
+from pipeline.data.loader.loader import Batch, Loader, bf16
+from pipeline.data.sources import caption_rules
+from pipeline.train.models.objective import FlowMatching
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import SanaConfig
 from tests.support.constants import set_constants
 from tests.support.loading import loader_settings
 
@@ -81,7 +81,7 @@ def losses(config: Config, batches: list[Batch]) -> list[float]:
 def test_cached_training_is_training_with_the_encoders_in_the_loop(
     photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_constants(monkeypatch, {"pipeline.encoding.plan.CPU_TEXT_BATCH": 1})
+    set_constants(monkeypatch, {"pipeline.data.encoding.plan.CPU_TEXT_BATCH": 1})
     config = make_config(tmp_path, "encode.image_batch=1", "bucket.batch=4")
     stages.encode.run(config, data=str(photos))
     stages.bucket.run(config)

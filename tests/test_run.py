@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.base.errors import UserError
+from pipeline.base.processes import command, free_memory
 from pipeline.config import Config, dump, load_given, option_fields, reads
-from pipeline.errors import UserError
-from pipeline.processes import command, free_memory
 from stages import run as stage
 from stages.run import STAGES
 from tests.support.launched import children

@@ -26,10 +26,10 @@ from PIL import Image
 
 import stages.bucket
 import stages.encode
-from pipeline.cache.cache import Cache
+from pipeline.base.errors import UserError
 from pipeline.config import load
-from pipeline.errors import UserError
-from pipeline.models.frozen import from_bits
+from pipeline.data.cache.cache import Cache
+from pipeline.data.encoders.frozen import from_bits
 from stages import init
 from tests.support.messages import naming
 

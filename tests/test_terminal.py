@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.launch import Launch
-from pipeline.terminal import LiveLine
-from pipeline.training import metrics, trainer
-from pipeline.work import progress
-from pipeline.work.progress import Meter, Progress
+from pipeline.base.launch import Launch
+from pipeline.base.terminal import LiveLine
+from pipeline.data.work import progress
+from pipeline.data.work.progress import Meter, Progress
+from pipeline.train.training import metrics, trainer
 from tests.support.workers import tiny_run
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.loader.schedule import Blocks, Schedule, interleaved
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_files import WeightFiles, save_weights
-from pipeline.models.sana_shape import SanaShape, interleave
-from pipeline.parallel.pipeline_parallel import stage_ranges
-from pipeline.parallel.saved_tensors import quantise, restore
+from pipeline.data.loader.schedule import Blocks, Schedule, interleaved
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_files import WeightFiles, save_weights
+from pipeline.train.models.sana_shape import SanaShape, interleave
+from pipeline.train.parallel.pipeline_parallel import stage_ranges
+from pipeline.train.parallel.saved_tensors import quantise, restore
 
 
 def test_the_order_of_a_snapshot() -> None:

@@ -22,12 +22,12 @@ from benchmarks.gpu.sizes import GIB, Sizes
 from benchmarks.loader import BUCKETS, build
 from benchmarks.report import commit, resident
 from benchmarks.train_step import TINY
+from pipeline.base.launch import check_compiler, driver, set_tf32
 from pipeline.config import load
-from pipeline.launch import check_compiler, driver, set_tf32
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.training import metrics
-from pipeline.training.checkpoint import Saver
+from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.text import TextRecipe
+from pipeline.train.training import metrics
+from pipeline.train.training.checkpoint import Saver
 
 ROOT = Path(__file__).resolve().parents[2]
 

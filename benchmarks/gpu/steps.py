@@ -3,8 +3,8 @@
 Random weights, 300 caption rows (100 shown on average), tensors in page-locked memory, three steps to warm up and ten
 timed ones. Ours is the trainer's `TrainStep` on a parallel model, EMA off. The other side is `SanaTransformer2DModel`
 with fp32 weights under autocast to bf16, torch's AdamW with its defaults, clipping by `clip_grad_norm_`.
-MFU needs a GPU whose peak pipeline/training/throughput.py knows; it counts padded rows as work, but not where packed
-attention leaves them out.
+MFU needs a GPU whose peak pipeline/train/training/throughput.py knows; it counts padded rows as work, but not where
+packed attention leaves them out.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu import encoders
 from benchmarks.gpu.rows import PREDICTED
 from benchmarks.gpu.sizes import GIB, Sizes
-from pipeline.config import DataConfig, TrainConfig
-from pipeline.errors import UserError
-from pipeline.gpus import CARDS, card, of_device
-from pipeline.images.buckets import table
-from pipeline.launch import Launch
-from pipeline.loader.loader import Batch
-from pipeline.models.adapters import adapter_of
-from pipeline.models.objective import FlowMatching
-from pipeline.parallel.mesh import open_mesh
-from pipeline.parallel.parallelize import parallelize
-from pipeline.parallel.shards import local
-from pipeline.planning.cost import Time
-from pipeline.planning.predict import Data, Machine, Prediction, predict
-from pipeline.training import optimizers
-from pipeline.training.assemble import Trainable
-from pipeline.training.host_copy import plain_parts
-from pipeline.training.optimizers import in_backward
-from pipeline.training.recipes.flow import Flow
-from pipeline.training.step import TrainStep
+from pipeline.base.errors import UserError
+from pipeline.base.gpus import CARDS, card, of_device
+from pipeline.base.launch import Launch
+from pipeline.data.images.buckets import table
+from pipeline.data.loader.loader import Batch
+from pipeline.data.sources.config import DataConfig
+from pipeline.tools.planning.cost import Time
+from pipeline.tools.planning.predict import Data, Machine, Prediction, predict
+from pipeline.train.config import TrainConfig
+from pipeline.train.models.adapters import adapter_of
+from pipeline.train.models.objective import FlowMatching
+from pipeline.train.parallel.mesh import open_mesh
+from pipeline.train.parallel.parallelize import parallelize
+from pipeline.train.parallel.shards import local
+from pipeline.train.training import optimizers
+from pipeline.train.training.assemble import Trainable
+from pipeline.train.training.host_copy import plain_parts
+from pipeline.train.training.optimizers import in_backward
+from pipeline.train.training.recipes.flow import Flow
+from pipeline.train.training.step import TrainStep
 
 COMPILED = {"compile": "block"}
 

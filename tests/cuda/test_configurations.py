@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.loader import build
-from pipeline.gpus import GIB
-from pipeline.launch import prefer_expandable_segments
+from pipeline.base.gpus import GIB
+from pipeline.base.launch import prefer_expandable_segments
 from tests.cuda.building import ROOT
 from tests.cuda.cards import python
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.cuda
 
 TRAIN = """
 import os
-from pipeline.training.checkpoint import Saver
+from pipeline.train.training.checkpoint import Saver
 Saver.save = lambda *given, **named: os._exit(0)
 from pipeline.cli import console
 console()

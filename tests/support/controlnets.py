@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config import TrainConfig
-from pipeline.models.adapters import Merged, adapter_of
-from pipeline.models.adapters.controlnet import PREFIX, ControlNet
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
-from pipeline.models.sana_files import save_weights
+from pipeline.train.config import TrainConfig
+from pipeline.train.models.adapters import Merged, adapter_of
+from pipeline.train.models.adapters.controlnet import PREFIX, ControlNet
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import SanaConfig
+from pipeline.train.models.sana_files import save_weights
 from tests.support.tiny_sana import TINY, make
 
 BASE = replace(TINY, num_layers=4)

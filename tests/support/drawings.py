@@ -11,15 +11,15 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from pipeline.cache.prompts import PromptSet
-from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
-from pipeline.models.adapters import Adapter
-from pipeline.models.sampler import Sampling
-from pipeline.models.spec import ModelSpec
-from pipeline.reporting import draw_latents
-from pipeline.reporting.run_pictures import DECODED, Drawing
-from pipeline.signals.latent import LatentRecipe
+from pipeline.data.cache.prompts import PromptSet
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.data.signals.latent import LatentRecipe
+from pipeline.tools.reporting import draw_latents
+from pipeline.tools.reporting.run_pictures import DECODED, Drawing
+from pipeline.train.models.adapters import Adapter
+from pipeline.train.models.sampler import Sampling
+from pipeline.train.models.spec import ModelSpec
 
 PROMPTS = ("a red cube", "a lighthouse at sea")
 

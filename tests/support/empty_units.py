@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipeline.cache import index, layout
-from pipeline.cache.cache import Cache, Unit, WorkPlan
-from pipeline.work.engine import Work
+from pipeline.data.cache import index, layout
+from pipeline.data.cache.cache import Cache, Unit, WorkPlan
+from pipeline.data.work.engine import Work
 
 RECIPE = "latent-0123456789abcdef0123456789abcdef"
 

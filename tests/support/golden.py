@@ -15,19 +15,19 @@ import torch
 
 import stages.bucket
 import stages.pack
-from pipeline.cache.cache import Cache
+from pipeline.base.launch import Launch
 from pipeline.config import Config
-from pipeline.launch import Launch
-from pipeline.loader.loader import Loader
-from pipeline.snapshots import making
-from pipeline.training import metrics
-from pipeline.training.trainer import fit
+from pipeline.data.cache.cache import Cache
+from pipeline.data.loader.loader import Loader
+from pipeline.data.snapshots import making
+from pipeline.train.training import metrics
+from pipeline.train.training.trainer import fit
 from tests.support import synthetic
 from tests.support.loading import loader_settings
 from tests.support.trees import unpack
 from tests.support.workers import tiny_run
 
-GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden.tar.xz"
+GOLDEN = Path(__file__).resolve().parents[1] / "files" / "golden.tar.xz"
 PAD = 8
 """`PAD_TEXT_MULTIPLE` of the recorded snapshots."""
 SETTINGS = {

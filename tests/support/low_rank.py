@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipeline.config import FlowConfig
-from pipeline.layer_classes import LayerMixin, add_mixin
-from pipeline.models.adapters import Adapter, Merged
-from pipeline.models.spec import ModelSpec, Values
-from pipeline.parallel.microbatch import Outputs
-from pipeline.training.recipes.flow import Flow
+from pipeline.base.layer_classes import LayerMixin, add_mixin
+from pipeline.train.models.adapters import Adapter, Merged
+from pipeline.train.models.config import FlowConfig
+from pipeline.train.models.spec import ModelSpec, Values
+from pipeline.train.parallel.microbatch import Outputs
+from pipeline.train.training.recipes.flow import Flow
 
 LAYER = "transformer_blocks.1.attn2.to_q"
 

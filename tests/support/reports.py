@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.cache.cache import Cache
-from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
-from pipeline.locations import cache_location
-from pipeline.reporting import figures
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.tools.locations import cache_location
+from pipeline.tools.reporting import figures
 
 
 def collect(config: Config, **which: Any) -> tuple[Any, Cache | None, Snapshot | None]:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config import Config, ModelConfig
-from pipeline.launch import Launch
-from pipeline.training import build, checkpoint
-from pipeline.training.task import Report
-from pipeline.training.trainer import fit
+from pipeline.base.launch import Launch
+from pipeline.config import Config
+from pipeline.train.models.config import ModelConfig
+from pipeline.train.training import build, checkpoint
+from pipeline.train.training.task import Report
+from pipeline.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.workers import tiny_run
 

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import index, layout, shard
-from pipeline.cache.cache import Cache, Unit
-from pipeline.cache.recipes import Recipe
-from pipeline.cache.scan_table import SCAN
 from pipeline.config import Config, load
-from pipeline.images import buckets
-from pipeline.locations import cache_location
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.sources import caption_rules as captions
+from pipeline.data.cache import index, layout, shard
+from pipeline.data.cache.cache import Cache, Unit
+from pipeline.data.cache.recipes import Recipe
+from pipeline.data.cache.scan_table import SCAN
+from pipeline.data.images import buckets
+from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.text import TextRecipe
+from pipeline.data.sources import caption_rules as captions
+from pipeline.tools.locations import cache_location
 
 LATENT = LatentRecipe(weights="w", compression=8, channels=4, decoder="pillow-srgb-1")
 TABLE = [(16, 32), (16, 24), (24, 24), (24, 16), (32, 16)]

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import index, layout, shard, snapshot_samples
-from pipeline.cache.cache import Cache, Unit
-from pipeline.cache.snapshot_head import Bucket, Head, Policies, TextPlace
-from pipeline.cache.snapshot_lists import ChunkTable, ShardTable
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
+from pipeline.data.cache import index, layout, shard, snapshot_samples
+from pipeline.data.cache.cache import Cache, Unit
+from pipeline.data.cache.snapshot_head import Bucket, Head, Policies, TextPlace
+from pipeline.data.cache.snapshot_lists import ChunkTable, ShardTable
+from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.text import TextRecipe
 
 SIZES = {(16, 16): 30, (16, 24): 26, (24, 16): 7}
 BATCH = 24

@@ -17,16 +17,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from pipeline.config import Config, SampleConfig
-from pipeline.launch import Launch
-from pipeline.models.sampler import Sampling, prompt_noise, sample
-from pipeline.parallel import mesh
-from pipeline.processes import run_and_exit
-from pipeline.training import checkpoint
-from pipeline.training import drawings as in_training
-from pipeline.training.stop_request import StopRequest
-from pipeline.training.task import Report
-from pipeline.training.trainer import fit
+from pipeline.base.launch import Launch
+from pipeline.base.processes import run_and_exit
+from pipeline.config import Config
+from pipeline.train.models.config import SampleConfig
+from pipeline.train.models.sampler import Sampling, prompt_noise, sample
+from pipeline.train.parallel import mesh
+from pipeline.train.training import checkpoint
+from pipeline.train.training import drawings as in_training
+from pipeline.train.training.stop_request import StopRequest
+from pipeline.train.training.task import Report
+from pipeline.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.workers import strategies, tiny_run
 from tests.support.workers.pipelines import pp

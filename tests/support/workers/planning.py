@@ -19,18 +19,18 @@ from typing import Any
 import stages.encode
 from benchmarks import large_cache
 from benchmarks.report import resident
-from pipeline.cache.cache import Cache
+from pipeline.base.errors import UserError
+from pipeline.base.processes import run_and_exit
 from pipeline.config import load
-from pipeline.encoding import plan as planning
-from pipeline.encoding.fragments import Fragments
-from pipeline.errors import UserError
-from pipeline.images import buckets
-from pipeline.processes import run_and_exit
-from pipeline.sources.source import Source
-from pipeline.work.claims import Claims
-from pipeline.work.engine import Worker, make_units
-from pipeline.work.progress import Progress
-from pipeline.work.stop import Stop
+from pipeline.data.cache.cache import Cache
+from pipeline.data.encoding import plan as planning
+from pipeline.data.encoding.fragments import Fragments
+from pipeline.data.images import buckets
+from pipeline.data.sources.source import Source
+from pipeline.data.work.claims import Claims
+from pipeline.data.work.engine import Worker, make_units
+from pipeline.data.work.progress import Progress
+from pipeline.data.work.stop import Stop
 from tests.support.empty_units import Maker
 
 WAIT_S = 240

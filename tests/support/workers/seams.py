@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
-from pipeline.config import AdapterConfig, Config, ControlNetConfig, PicturesConfig, PreserveConfig, SampleConfig
-from pipeline.launch import Launch, detect
-from pipeline.parallel import mesh
-from pipeline.processes import run_and_exit
-from pipeline.training.task import Report
-from pipeline.training.trainer import fit
+from pipeline.base.launch import Launch, detect
+from pipeline.base.processes import run_and_exit
+from pipeline.config import Config
+from pipeline.train.models.config import AdapterConfig, ControlNetConfig, SampleConfig
+from pipeline.train.parallel import mesh
+from pipeline.train.training.config import PicturesConfig, PreserveConfig
+from pipeline.train.training.task import Report
+from pipeline.train.training.trainer import fit
 from tests.support.low_rank import Aligned, LowRank
 from tests.support.workers import tiny_run
 

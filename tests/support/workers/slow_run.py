@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from pipeline.launch import detect
-from pipeline.processes import run_and_exit
-from pipeline.training.trainer import fit
+from pipeline.base.launch import detect
+from pipeline.base.processes import run_and_exit
+from pipeline.train.training.trainer import fit
 from tests.support.workers import tiny_run
 
 

@@ -14,18 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.config import Config, TrainConfig, reads, written
-from pipeline.loader.loader import Batch, LoaderState
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig, numerics
-from pipeline.parallel.mesh import Layout
-from pipeline.parallel.microbatch import Outputs
-from pipeline.parallel.parallelize import ParallelModel
-from pipeline.training import optimizers
-from pipeline.training.assemble import recipe_of
-from pipeline.training.optimizers import in_backward
-from pipeline.training.step import TrainStep
-from pipeline.training.task import DrawnPrompts, TrainingTask, WrittenConfiguration
+from pipeline.config import Config, reads, written
+from pipeline.data.loader.loader import Batch, LoaderState
+from pipeline.train.config import TrainConfig
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import SanaConfig, numerics
+from pipeline.train.parallel.mesh import Layout
+from pipeline.train.parallel.microbatch import Outputs
+from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.training import optimizers
+from pipeline.train.training.assemble import recipe_of
+from pipeline.train.training.optimizers import in_backward
+from pipeline.train.training.step import TrainStep
+from pipeline.train.training.task import DrawnPrompts, TrainingTask, WrittenConfiguration
 from tests.support.constants import with_site
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from pipeline.base.errors import UserError
+from pipeline.base.launch import Launch, detect
+from pipeline.base.processes import run_and_exit
 from pipeline.config import Config
-from pipeline.errors import UserError
-from pipeline.launch import Launch, detect
-from pipeline.loader.loader import Batch
-from pipeline.models import sana_layers
-from pipeline.parallel import collectives, data_parallel, mesh
-from pipeline.parallel.parallelize import ParallelModel, parallelize
-from pipeline.processes import run_and_exit
-from pipeline.training import build, metrics
-from pipeline.training.task import Report
-from pipeline.training.trainer import fit
+from pipeline.data.loader.loader import Batch
+from pipeline.train.models import sana_layers
+from pipeline.train.parallel import collectives, data_parallel, mesh
+from pipeline.train.parallel.parallelize import ParallelModel, parallelize
+from pipeline.train.training import build, metrics
+from pipeline.train.training.task import Report
+from pipeline.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.workers import tiny_run
 
