@@ -1,7 +1,7 @@
 """Does a ControlNet follow its control, and what does it cost to read?
 
 Crops of photographs with their edges (`data.pictures.control.made: canny`), small models of the demo's shapes, CPU. A
-base is trained on the crops; beside it a ControlNet, and as many steps of another one on the same crops with the edges
+base is trained on the crops; next to it a ControlNet, and as many steps of another one on the same crops with the edges
 of others (`shuffled`); all three draw for crops of other photographs. NAME_f1: F1 of the edges of the drawn pictures
 against the control, a pixel off allowed. control_gain: control_f1 to shuffled_f1. NAME_vs_others: NAME_f1 to the F1 of
 the same pictures against the controls of other samples, 1 for a model that ignores its control. read_only_asked: bytes

@@ -4,7 +4,7 @@ The photographs of scikit-image, enlarged to a camera's size, with sensor noise 
 is covered to a bucket around 1024 px by both sides in turn, on one thread, CPU time. The bucket is once of the
 picture's own shape (the timed case), once of another (a crop, where a shift of a fraction of a pixel would show).
 
-Our side resizes as the recipe says: bicubic at this size, which is Sana's rule; `psnr_db`, the worst picture against
+Our side resizes as the encoding says: bicubic at this size, which is Sana's rule; `psnr_db`, the worst picture against
 Lanczos, is therefore mostly the difference of the two filters. `psnr_same_filter_db` is against Pillow with our filter.
 """
 

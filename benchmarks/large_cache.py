@@ -35,9 +35,9 @@ from pipeline.base.processes import run_and_exit
 from pipeline.config import Config, load
 from pipeline.data.cache import arrow, audit, garbage, index, keys, layout, scan_table, scratch
 from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.encodings import Encoding, records_schema
 from pipeline.data.cache.keys import binary
 from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.recipes import Recipe, records_schema
 from pipeline.data.cache.shard import to_ipc
 from pipeline.data.cache.snapshot_lists import publish
 from pipeline.data.cache.status import status
@@ -46,8 +46,8 @@ from pipeline.data.encoding import plan as planning
 from pipeline.data.encoding import scan as scanning
 from pipeline.data.images import buckets
 from pipeline.data.loader import planner
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.data.snapshots import assemble, frames
 from pipeline.data.sources import remote
 from pipeline.data.sources.caption_columns import CaptionRule
@@ -120,13 +120,13 @@ def configuration(folder: Path, *options: str) -> Config:
     return load(None, [f"cache={folder / 'cache'}", *options])
 
 
-def recipes(config: Config) -> tuple[LatentRecipe, TextRecipe]:
+def encodings(config: Config) -> tuple[LatentEncoding, TextEncoding]:
     values: dict[str, Any] = {"weights": "scale", "dtype": config.vae.dtype, "storage": config.encode.storage.latent}
-    latent = LatentRecipe(**values, background=config.data.background)
-    return latent, TextRecipe(
+    latent = LatentEncoding(**values, background=config.data.background)
+    return latent, TextEncoding(
         weights="scale",
         dtype=config.text.dtype,
-        normalisation="nvlabs" if config.text.recipe == "nvlabs" else "diffusers",
+        normalisation="nvlabs" if config.text.prompting == "nvlabs" else "diffusers",
         max_length=config.text.max_length,
         instruction=instruction(config.text),
         storage=config.encode.storage.text,
@@ -148,18 +148,18 @@ def build(folder: Path, count: int) -> None:
     table = buckets.table(config.data, latent.compression)
     planning.plan_images(cache, latent, planning.image_work(scan, SOURCE, latent, table), config.encode)
     planning.plan_captions(cache, text, planning.caption_work(scan, text), config.encode)
-    for recipe in (latent, text):
-        for plan in cache.plans(recipe.name):
-            _commit(cache, recipe, plan.number, [(unit.unit, unit.count) for unit in plan.units], plan.table)
+    for encoding in (latent, text):
+        for plan in cache.plans(encoding.name):
+            _commit(cache, encoding, plan.number, [(unit.unit, unit.count) for unit in plan.units], plan.table)
 
 
-def scanned(folder: Path, count: int) -> tuple[Cache, LatentRecipe, TextRecipe, pa.Table]:
+def scanned(folder: Path, count: int) -> tuple[Cache, LatentEncoding, TextEncoding, pa.Table]:
     """A cache in which the source is scanned, and the scan."""
     config = configuration(folder)
     cache = Cache(config.cache, create=True)
-    latent, text = recipes(config)
-    for recipe in (latent, text):
-        cache.add_recipe(recipe)
+    latent, text = encodings(config)
+    for encoding in (latent, text):
+        cache.add_encoding(encoding)
     table = buckets.table(config.data, latent.compression)
     tars = source(folder, config, count)
     stamps = {part.name: part.stamp for part in tars.parts()}
@@ -168,7 +168,7 @@ def scanned(folder: Path, count: int) -> tuple[Cache, LatentRecipe, TextRecipe, 
         for at, (name, stamp) in enumerate(stamps.items())
     )
     scan = pa.concat_tables(scan.slice(at, 1 << 20).combine_chunks() for at in range(0, count, 1 << 20))
-    body = {"recipes": {"latent": latent.name, "text": text.name}, "buckets": [list(shape) for shape in table]}
+    body = {"encodings": {"latent": latent.name, "text": text.name}, "buckets": [list(shape) for shape in table]}
     rest = {"source": SOURCE, "root": tars.location, "table": cache.put_table(scan), "source_format": "webdataset"}
     cache.add_scan(SOURCE, body | rest)
     return cache, latent, text, scan
@@ -204,30 +204,30 @@ def scan_of(count: int, columns: dict[str, Any]) -> pa.Table:
     return pa.table(nulls | columns).cast(scan_table.SCAN)
 
 
-def _commit(cache: Cache, recipe: Recipe, plan: int, units: list[tuple[str, int]], table: str) -> None:
+def _commit(cache: Cache, encoding: Encoding, plan: int, units: list[tuple[str, int]], table: str) -> None:
     """The segment of a plan whose units are all made. units: (id, records)."""
     keys, counts = cache.table(table).column("key"), np.array([count for _, count in units])
     total, length = int(counts.sum()), 1 << 17
     within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
     fixed_columns = {"key": keys, "checksum": keys, "caption_checksum": keys, "offset": within * length}
     values = {"length": length, "channels": 32, "rows": 28, "width": 2304, "valid": 28, "caption_length": 60}
-    schema = records_schema(recipe.kind)
+    schema = records_schema(encoding.kind)
     columns = [fixed_columns.get(name, np.full(total, values.get(name, 32))) for name in schema.names]
-    digests = [layout.digest("shard", recipe.name, unit).hex() for unit, _ in units]
+    digests = [layout.digest("shard", encoding.name, unit).hex() for unit, _ in units]
     shard = pa.DictionaryArray.from_arrays(np.repeat(np.arange(len(units), dtype=np.int32), counts), digests)
     records = pa.table(columns, schema.names).cast(schema).append_column("shard", shard).combine_chunks()
     commits = []
     made_by = {**unit_records.provenance(), "model": "scale", "revision": "0" * 40}
     for digest, (unit, count) in zip(digests, units, strict=True):
-        path = cache.files.path(Paths.shard(recipe.name, digest))
+        path = cache.files.path(Paths.shard(encoding.name, digest))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         os.truncate(path, count * length)
         commits.append(index.Commit(unit, digest, count * length, count, digest, (), dict(made_by)))
-    body = {"recipe": recipe.name, "plan": plan, "records": total}
+    body = {"encoding": encoding.name, "plan": plan, "records": total}
     body["commits"] = publish(cache.files, index.Commits.table_of(commits)).values()
     name = cache.files.put_content(to_ipc(records), "tables", "arrow")
-    cache.files.put(Paths.segment(recipe.name, plan), layout.seal(body | {"table": name}))
+    cache.files.put(Paths.segment(encoding.name, plan), layout.seal(body | {"table": name}))
 
 
 # ---------------------------------------------------------------- commands
@@ -237,7 +237,7 @@ def scan_and_encode(folder: Path, count: int) -> None:
     """`encode` over an unchanged source."""
     config = configuration(folder)
     cache = Cache(config.cache)
-    latent, text = recipes(config)
+    latent, text = encodings(config)
     worker = Worker(claims.Claims(cache.files), Stop())
     table = buckets.table(config.data, latent.compression)
     here = source(folder, config, count)
@@ -245,7 +245,7 @@ def scan_and_encode(folder: Path, count: int) -> None:
         config, cache, text, worker, "local", {here.name: here}, here, encode.reading_of(config), [latent, text], table
     )
     done = encode.encode_source(run, False)
-    if done["new"] != {"images": 0, "captions": 0} or done["items"] != count or done["gone"]:
+    if done["new"] != {"images": 0, "captions": 0} or done["items"] != count or done["missing"]:
         raise RuntimeError(f"there was something to do: {done}")
 
 
@@ -255,7 +255,7 @@ def scan_alone(folder: Path, count: int) -> None:
     cache = Cache(config.cache)
     tars = source(folder, config, count)
     scan = scanning.scan(tars, SOURCE, cache, max_pixels=1 << 30, workers=1, rehash=False, progress=lambda *_: None)
-    if scan.num_rows != count or last_scan.gone(cache, tars, scan, 0.0):
+    if scan.num_rows != count or last_scan.count_missing(cache, tars, scan, 0.0):
         raise RuntimeError("the source has changed")
 
 
@@ -296,7 +296,7 @@ def dry_run(folder: Path, count: int) -> None:
     """What `encode --dry-run` does with an unchanged source of whose records none is in the cache, without a probe."""
     config = configuration(folder)
     cache = Cache(config.cache)
-    latent, text = recipes(config)
+    latent, text = encodings(config)
     latent, text = dataclasses.replace(latent, weights="others"), dataclasses.replace(text, weights="others")
     tars = source(folder, config, count)
     scan = scanning.scan(tars, SOURCE, cache, max_pixels=1 << 30, workers=1, rehash=False, progress=lambda *_: None)
@@ -345,7 +345,7 @@ def command(name: str, folder: Path, count: int) -> None:
         snapshot.check_shards()
         planner.Planner(snapshot, seed=0, phase=0).step(0)
     elif name == "index":
-        indexes = [Cache(config.cache).index(recipe.name) for recipe in recipes(config)]
+        indexes = [Cache(config.cache).index(encoding.name) for encoding in encodings(config)]
         if [len(one) for one in indexes] != [count, count + 1]:
             raise RuntimeError("records are missing")
     else:

@@ -38,8 +38,8 @@ from pipeline.train.parallel import data_parallel
 from pipeline.train.parallel.mesh import open_mesh
 from pipeline.train.parallel.parallelize import ParallelModel, parallelize
 from pipeline.train.training import optimizers
+from pipeline.train.training.objectives.flow import Flow
 from pipeline.train.training.optimizers import in_backward
-from pipeline.train.training.recipes.flow import Flow
 from pipeline.train.training.step import TrainStep
 
 PROCESSES = 4

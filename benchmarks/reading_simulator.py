@@ -33,8 +33,8 @@ from pipeline.data.loader.loader import Loader, LoaderSettings
 from pipeline.data.loader.planner import BatchPlan, Planner
 from pipeline.data.loader.schedule import permute
 from pipeline.data.loader.shard_prefetch import THREADS, FetchQueue
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.data.snapshots import packing
 
 CAPTION_BYTES = 400
@@ -70,7 +70,7 @@ class Store:
     hash_s_gb: float = 0.11
 
     def fetch_s(self, size: int, streams: int) -> float:
-        """Seconds to fetch a shard: a request for its size, then one transfer, beside others of the same node."""
+        """Seconds to fetch a shard: a request for its size, then one transfer, alongside others of the same node."""
         return REQUESTS * self.request_s + size / 1e9 / min(self.stream_gbs, self.node_gbs / streams)
 
 
@@ -206,7 +206,7 @@ class CountedSnapshot(Snapshot):
         files.shard_sizes = self.shard_files()
 
     def reader(self, kind: str, **options: Any) -> ShardReader:
-        return CountingReader(self.files, self.head.recipes_by_kind[kind].name, folder=self.head.folder, **options)
+        return CountingReader(self.files, self.head.encodings_by_kind[kind].name, folder=self.head.folder, **options)
 
 
 # ---------------------------------------------------------------- a snapshot of any size
@@ -224,8 +224,8 @@ class Imagined:
 
     pairs: int
     batches: dict[tuple[int, int], int]
-    latent: LatentRecipe
-    text: TextRecipe
+    latent: LatentEncoding
+    text: TextEncoding
     blocks: tuple[int, ...] = ()
     window: int = packing.WINDOW
 
@@ -244,7 +244,7 @@ class Imagined:
         )
         rows = self.text.max_length
         return Head(
-            recipes={"latent": self.latent.values(), "text": self.text.values()},
+            encodings={"latent": self.latent.values(), "text": self.text.values()},
             policies=Policies("carry", 16, packed=PackedOrder(self.window) if self.blocks else None),
             buckets=buckets,
             shards={},

@@ -14,8 +14,8 @@ from pipeline.train.parallel.parallelize import parallelize
 from pipeline.train.parallel.shards import local
 from pipeline.train.training import optimizers
 from pipeline.train.training.ema import EMA
+from pipeline.train.training.objectives.flow import Flow
 from pipeline.train.training.optimizers import in_backward
-from pipeline.train.training.recipes.flow import Flow
 from pipeline.train.training.step import TrainStep
 
 
@@ -34,7 +34,9 @@ class RealStep:
         with torch.no_grad():
             for parameter in self.model.module.parameters():
                 local(parameter).fill_(1e-3)
-        self.optimizer = optimizers.build(self.model.module, train.optim, device, seed=train.seed, recipe=train.recipe)
+        self.optimizer = optimizers.build(
+            self.model.module, train.optim, device, seed=train.seed, numerics=train.numerics
+        )
         self.ema = EMA(self.model.module, train.ema) if train.ema is not None else None
         if train.optim.in_backward:
             in_backward.fuse(self.optimizer, self.model)

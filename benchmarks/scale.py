@@ -323,7 +323,7 @@ def limits_table() -> Table:
                 "the VAE in fp32",
                 f"{number(cache.hours)} GPU-hours, {number(epochs)} epochs of training",
                 "10^8 pairs",
-                "vae.dtype: tf32 or bf16, another recipe with another error",
+                "vae.dtype: tf32 or bf16, another encoding with another error",
             ),
         ],
     )

@@ -32,8 +32,8 @@ from pipeline.data.cache import codec
 from pipeline.data.cache.snapshot_samples import CHUNK_ROWS
 from pipeline.data.encoding import estimate, plan
 from pipeline.data.loader.loader import LoaderSettings
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.tools.planning.cost import LINK, REACHED, Time
 from pipeline.tools.planning.predict import Data, Machine, Prediction, architecture, checkpoint_bytes, predict
 from pipeline.tools.planning.recorder import MATMUL
@@ -120,8 +120,8 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
     """The cache of `pairs` pictures at 1024 px, each with one caption, equally many in each bucket."""
     config = configured(8)
     latent, text = (
-        LatentRecipe(weights="scale", storage=storage),
-        TextRecipe(weights="scale", storage=storage),
+        LatentEncoding(weights="scale", storage=storage),
+        TextEncoding(weights="scale", storage=storage),
     )
     shapes = list(data_of(config).buckets)
     rows = [int(n) for n in caption_rows()]
@@ -153,7 +153,7 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
     )
 
 
-def _speed(latent: LatentRecipe, config: Config) -> estimate.Speed:
+def _speed(latent: LatentEncoding, config: Config) -> estimate.Speed:
     """Of the encoders on one GPU, from operations and the card's peak."""
     chosen, reached = card(CARD), REACHED[MATMUL]
     peak = chosen.fp32_tflops if config.vae.dtype == "fp32" else chosen.bf16_tflops
@@ -163,7 +163,7 @@ def _speed(latent: LatentRecipe, config: Config) -> estimate.Speed:
 
 
 def _encode_hours(
-    latent: LatentRecipe, work: estimate.Wanted, size: estimate.Sizes, config: Config, positions: int | None
+    latent: LatentEncoding, work: estimate.Wanted, size: estimate.Sizes, config: Config, positions: int | None
 ) -> float:
     """GPU-hours. positions: that the text encoder computes for each caption; None: its rows."""
     tokens = size.tokens if positions is None else positions * work.captions
@@ -285,7 +285,7 @@ FIRST = 1000
 def imagined(pairs: int, gpus: int, mib: int | None, window: int) -> Imagined:
     """A snapshot of so many pairs in the buckets and batches of a launch. mib: of packed shards; None: not packed."""
     batches = dict(data_of(configured(gpus)).buckets)
-    latent, text = LatentRecipe(weights="scale"), TextRecipe(weights="scale")
+    latent, text = LatentEncoding(weights="scale"), TextEncoding(weights="scale")
     content = Imagined(pairs, batches, latent, text, window=window)
     return content if mib is None else content.packed(mib)
 

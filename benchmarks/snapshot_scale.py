@@ -35,8 +35,8 @@ from pipeline.data.cache.snapshot_head import Bucket, Head, Policies, TextPlace
 from pipeline.data.cache.snapshot_samples import CHUNK_ROWS, NAMES, WRITTEN, samples_schema, write_chunk
 from pipeline.data.loader.loader import Loader, LoaderSettings
 from pipeline.data.loader.schedule import Schedule
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 
 BUCKETS = [(256, 256), (288, 224), (224, 288), (320, 192), (192, 320)]
 BATCH, RECORDS, STEPS = 32, 40, 200
@@ -46,20 +46,20 @@ def build(root: Path, count: int) -> None:
     """A snapshot of `count` samples over a few real records."""
     cache = Cache(root, create=True)
     rng = np.random.default_rng(0)
-    latent, text = LatentRecipe(weights="scale"), TextRecipe(weights="scale", width=256)
-    for recipe in (latent, text):
-        cache.add_recipe(recipe)
+    latent, text = LatentEncoding(weights="scale"), TextEncoding(weights="scale", width=256)
+    for encoding in (latent, text):
+        cache.add_encoding(encoding)
     tables, shards = {}, {}
-    for recipe in (latent, text):
-        with shard.ShardWriter(cache.files, recipe, "unit") as writer:
+    for encoding in (latent, text):
+        with shard.ShardWriter(cache.files, encoding, "unit") as writer:
             for i in range(RECORDS * len(BUCKETS)):
                 height, width = BUCKETS[i // RECORDS]
-                shape = (32, height // 32, width // 32) if recipe is latent else (8 + i, 256)
-                writer.add(layout.digest(recipe.name, str(i)), rng.integers(0, 0x7F80, shape, np.uint16), caption="x")
-            if recipe is text:
+                shape = (32, height // 32, width // 32) if encoding is latent else (8 + i, 256)
+                writer.add(layout.digest(encoding.name, str(i)), rng.integers(0, 0x7F80, shape, np.uint16), caption="x")
+            if encoding is text:
                 writer.add(text.null_key, np.zeros((300, 256), np.uint16), caption="", valid=1)
-            name, size, tables[recipe.kind] = writer.finish()
-        shards[recipe.kind] = snapshot_lists.ShardTable.of([name], [size])
+            name, size, tables[encoding.kind] = writer.finish()
+        shards[encoding.kind] = snapshot_lists.ShardTable.of([name], [size])
     null = tables["text"].to_pylist()[-1]
     chunks, buckets, start = [], [], 0
     for height, width in BUCKETS:
@@ -72,7 +72,7 @@ def build(root: Path, count: int) -> None:
         samples, names = _rows(rows, record, tables, samples_schema([latent, text]))
         chunks.append(write_chunk(cache.files, samples, names))
     head = Head(
-        recipes={"latent": latent.values(), "text": text.values()},
+        encodings={"latent": latent.values(), "text": text.values()},
         policies=Policies("carry", pad_text_multiple=16),
         buckets=tuple(buckets),
         shards=shards,

@@ -52,7 +52,7 @@ from pipeline.train.parallel import mesh
 from pipeline.train.parallel.compile import compile_blocks, compile_conditions
 from pipeline.train.parallel.parallelize import ParallelModel, adjoining, parallelize
 from pipeline.train.parallel.shards import local
-from pipeline.train.training.recipes.flow import Flow
+from pipeline.train.training.objectives.flow import Flow
 from pipeline.train.training.step import TrainStep
 
 BLOCKS = 20
@@ -228,7 +228,7 @@ def compiled_block(config: SanaConfig, given: list[Any]) -> tuple[int, int]:
 
 
 def of_conditions(made: SanaTransformer, whole: tuple[Tensor, ...]) -> None:
-    """Both passes of what a block is given beside the tokens, the gradients given."""
+    """Both passes of what a block is given in addition to the tokens, the gradients given."""
     _, captions, mask, timesteps = whole
     values = made.conditions(captions, mask, timesteps, torch.bfloat16)
     results = [x for x in values if x is not None and x.requires_grad]

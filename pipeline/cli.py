@@ -364,7 +364,8 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON object in
 
 
 def _only_with(context: click.Context, option: str, *others: str) -> None:
-    """Refuse options beside `option` that were given on the command line, except the configuration's and `others`."""
+    """Refuse options other than `option` that were given on the command line, except the configuration's and
+    `others`."""
     known = {option.lstrip("-"), "config_path", "overrides", *others}
     given = click.core.ParameterSource.COMMANDLINE
     odd = [
@@ -627,7 +628,7 @@ def forget(config: Config, **what: str | None) -> Any:
     "--from",
     "origin",
     metavar="CHECKPOINT|RUN",
-    help="Begin a new run with its weights, moments and averages, on any snapshot. Beside --resume auto it counts "
+    help="Begin a new run with its weights, moments and averages, on any snapshot. With --resume auto it counts "
     "until the new run has a checkpoint.",
 )
 @click.option(

@@ -87,13 +87,13 @@ class Config(Section):
         """The configuration with other values of `train`'s options; they are not validated."""
         return self.model_copy(update={"train": self.train.model_copy(update=changes)})
 
-    def bears(self, precision: str) -> bool:
+    def supports(self, precision: str) -> bool:
         """Return whether the weights to begin from work in this value of `train.precision`, as far as is known."""
-        return self.model.weights is None or self.model.weights.bears(precision)
+        return self.model.weights is None or self.model.weights.supports(precision)
 
     def _conflicts(self) -> Iterator[str]:
         weights, precision = self.model.weights, self.train.precision
-        if weights is not None and not weights.bears(precision):
+        if weights is not None and not weights.supports(precision):
             working = weights.runs_in or []
             yield (
                 f"train.precision: {precision} breaks these weights, which run in {' and '.join(working)} "
@@ -278,7 +278,7 @@ def validated(tree: dict[str, Any], source: Path, overridden: dict[str, str]) ->
 def _data_given(tree: dict[str, Any], is_chosen: bool) -> DataGiven:
     section, signals = tree.get("data") or {}, value_at(tree, "encode.signals")
     named = [*(section if isinstance(section, dict) else ()), *(["signals"] if isinstance(signals, list) else [])]
-    with suppress(ValidationError):  # `--set` may mend it
+    with suppress(ValidationError):  # `--set` may fix it
         file = DataConfig.model_validate(section)
         return DataGiven(file, tuple(signals or ()), frozenset(named if is_chosen else ()))
     return DataGiven()

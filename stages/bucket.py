@@ -39,7 +39,7 @@ def run(
     """Make a snapshot of the sources in the cache and in `bucket.caches`.
 
     Args:
-        name: a name that will point to it, beside `latest`. The held-out part is called NAME.heldout.
+        name: a name that will point to it, in addition to `latest`. The held-out part is called NAME.heldout.
         dry_run: report, and write nothing.
         as_json: print one JSON object instead of lines.
         move: let the name point to it though it points to another snapshot.
@@ -48,7 +48,7 @@ def run(
         The snapshot's id; "" for a dry run.
 
     Raises:
-        CacheError: no source yet, or sources of different recipes, or of other settings than the configuration.
+        CacheError: no source yet, or sources of different encodings, or of other settings than the configuration.
         IntegrityError: a file that the snapshot would name is missing, or a shard is of another size.
         UserError: nothing is left to train on, a setting names what is not there, or the name is not valid or taken.
     """

@@ -3,7 +3,7 @@
 A pipeline's folder has copies of VAE, text encoder and tokenizer (about 6 GB), so it is complete, and no paths of this
 machine, so it can be published. Of a run with an adapter it is the adapter's file, for diffusers or ComfyUI, or the
 adapter in its base; of a ControlNet its folder. What training used and a pipeline cannot guess (flow shift, resolution,
-text recipe) must be as in the checkpoint. The folder appears whole, by a rename. Weights pass through memory one
+text encoding) must be as in the checkpoint. The folder appears whole, by a rename. Weights pass through memory one
 parameter at a time, for any number of processes that wrote the checkpoint.
 """
 
@@ -49,7 +49,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TOKENIZER = (*TOKENIZER_FILES, "added_tokens.json", "chat_template.jinja")
 _SAME = (
     *("train.flow.shift", "data.resolution"),
-    *("text.recipe", "text.instruction", "text.max_length"),
+    *("text.prompting", "text.instruction", "text.max_length"),
 )
 """Options that must be as in training."""
 _PLACES = "vae.id", "vae.revision", "text.id", "text.revision"
@@ -85,7 +85,7 @@ def run(
         out: must not exist, or be empty; no input of the configuration.
         ema: export the EMA weights instead of the last weights.
         overwrite: `out` may hold an export, which is replaced. Files that were added to it or changed stay.
-        dtype: of the transformer's files: fp32, bf16 or fp16; None: bf16 for what was trained beside a base in bf16,
+        dtype: of the transformer's files: fp32, bf16 or fp16; None: bf16 for what was trained next to a base in bf16,
             fp32 for a whole model.
         form: `diffusers` (a whole pipeline, an adapter's file, or a ControlNet's folder), `merged` (the whole pipeline
             of an adapter), `nvlabs` (the transformer) or `comfyui` (an adapter's file).
@@ -267,15 +267,15 @@ def _record(out: Path) -> dict[str, str]:
 
 
 def default_dtype(config: Config, of_adapter: bool) -> str:
-    """bf16 for what was trained beside a base in bf16: it is never more exact than that when it draws."""
+    """bf16 for what was trained next to a base in bf16: it is never more exact than that when it draws."""
     weights = config.model.weights
-    in_bf16 = config.train.precision.startswith("bf16") and (weights is None or weights.bears("bf16"))
+    in_bf16 = config.train.precision.startswith("bf16") and (weights is None or weights.supports("bf16"))
     return "bf16" if of_adapter and in_bf16 else "fp32"
 
 
 def _check_dtype(config: Config, dtype: str) -> None:
     weights = config.model.weights
-    if weights is not None and not weights.bears(dtype) and dtype != "fp32":
+    if weights is not None and not weights.supports(dtype) and dtype != "fp32":
         raise ConfigError(
             f"--dtype {dtype} breaks these weights, which run in {' and '.join(weights.runs_in or [])}",
             expected="a precision of model.weights.runs_in, or fp32",

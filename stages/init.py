@@ -38,8 +38,8 @@ from pipeline.data.encoding.reading import settles
 from pipeline.data.encoding.regularisation import class_of, places_of
 from pipeline.data.encoding.understood import Understood
 from pipeline.data.images import buckets
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.data.snapshots.selection import is_held_out
 from pipeline.data.sources import further, name_patterns
 from pipeline.data.sources.detect import open_source
@@ -266,7 +266,7 @@ def _add_reading(made: Recommendation, looked: Sequence[_Looked], data: Sequence
 
 def _taken(each: _Looked, config: Config) -> list[str]:
     """Say what a source was taken for, with captions as the file makes them."""
-    return each.taken.lines(config.data, config.text.recipe)
+    return each.taken.lines(config.data, config.text.prompting)
 
 
 def _facts(config: Config, looked: Sequence[_Looked], machine: Machine | None, gpus: int) -> Facts:
@@ -416,13 +416,13 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
     )
     shape = predict.architecture(config.model, config.data.resolution, data)
     lines, step = list[str](), None
-    if machine is not None and not machine.card.bears(config.train.precision):
+    if machine is not None and not machine.card.supports(config.train.precision):
         lines.append(
             f"warning: {machine.card.name} has no bf16, so memory and speed are not predicted "
             "(--set train.precision=fp32, or another card)"
         )
     elif machine is not None:
-        search = Search(shape, data, machine, config.bears)
+        search = Search(shape, data, machine, config.supports)
         decided, lines = auto.decide(config.train, machine, lambda: search)
         layout_of_run = predict.check(decided, shape, data, machine.gpus)
         step = search.candidate(decided, layout_of_run).time.step
@@ -443,7 +443,7 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
 
 def _cache_bytes(config: Config, looked: _Looked) -> int:
     """Bytes of a source in the cache, by Sana's encoders; tokens by the length of a caption."""
-    latent, text = LatentRecipe(), TextRecipe(max_length=config.text.max_length)
+    latent, text = LatentEncoding(), TextEncoding(max_length=config.text.max_length)
     work = estimate.wanted(looked.table, None, [latent, text], buckets.table(config.data, latent.compression))
 
     def count(texts: Sequence[str]) -> list[int]:

@@ -75,7 +75,7 @@ def run(
     claims.sweep(cache, [plan])
     report: dict[str, Any] = {"packed_from": source.id, "shards": len(plan.units), "made": made, "left": left}
     packed = None
-    if {unit.unit for unit in plan.units} <= index.committed(cache.files, plan.recipe, plan.number):
+    if {unit.unit for unit in plan.units} <= index.committed(cache.files, plan.encoding, plan.number):
         head = packing.assembled(cache, source, plan)
         packed = cache.add_snapshot(head, name, latest=latest, move=move)
         if (part := heldout.find(cache, source)) is not None:
@@ -96,9 +96,9 @@ def _pack_units(config: Config, packer: packing.Packer, stop: Stop) -> tuple[int
     """Restore lost shards, then pack this process's share of the missing units. Returns the units packed, and those
     left to other processes."""
     plan, files = packer.plan, packer.cache.files
-    commits = index.commits(files, plan.recipe, plan.number)
+    commits = index.commits(files, plan.encoding, plan.number)
     shards, sizes = [str(commit.shard) for commit in commits], [commit.bytes for commit in commits]
-    for at in index.missing_shards(files, plan.recipe, shards, sizes).nonzero()[0].tolist():
+    for at in index.missing_shards(files, plan.encoding, shards, sizes).nonzero()[0].tolist():
         packer.restore(shards[at])
     done = {commit.unit for commit in commits}
     todo = [(plan, unit) for unit in plan.units if unit.unit not in done]

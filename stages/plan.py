@@ -23,7 +23,7 @@ from pipeline.tools.planning.cost import Time, by_share
 from pipeline.tools.planning.predict import Data, Machine, Prediction
 from pipeline.tools.planning.search import Candidate, NothingFitsError, Search
 from pipeline.train.config import TrainConfig
-from pipeline.train.training.assemble import recipe_of
+from pipeline.train.training.assemble import objective_of
 from pipeline.train.training.remedies import flags
 
 
@@ -57,9 +57,9 @@ def run(config: Config, options: Options) -> int:
         UserError: an unknown card, sizes that do not divide, a snapshot that does not exist.
     """
     machine = auto.named(options.gpu, options.gpu_memory, options.gpus, options.nodes)
-    predicting.check_precision(config.train.precision, config.bears, machine)
+    predicting.check_precision(config.train.precision, config.supports, machine)
     opened = None if options.snapshot is None else cache_location(config).open().open_snapshot(options.snapshot)
-    for note in () if opened is None else unused_records(opened, recipe_of(config.train).pictures):
+    for note in () if opened is None else unused_records(opened, objective_of(config.train).pictures):
         click.echo(note, err=True)
     data = (
         Data.configured(config.model, config.data, config.bucket, config.text.max_length)
@@ -67,7 +67,7 @@ def run(config: Config, options: Options) -> int:
         else Data.of(opened)
     )
     shape = predicting.architecture(config.model, config.data.resolution, data)
-    search = Search(shape, data, machine, config.bears)
+    search = Search(shape, data, machine, config.supports)
     try:
         return (_search if options.search else _predict)(config.train, search, options)
     except NothingFitsError as error:

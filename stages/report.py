@@ -25,7 +25,7 @@ from pipeline.tools.locations import cache_location
 from pipeline.tools.reporting import page
 from pipeline.tools.reporting.blocks import Card
 from pipeline.tools.reporting.figures import collect
-from pipeline.tools.reporting.further_figures import further_recipes
+from pipeline.tools.reporting.further_figures import further_encodings
 from pipeline.tools.reporting.source_pictures import Embedded, SourcePictures, embedded
 
 PAGE = "report.html"
@@ -115,7 +115,7 @@ def _nothing(missing: dict[str, dict[str, str]]) -> UserError:
 
 
 def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None, count: int) -> list[Card]:
-    """Decoded latents beside the pictures of their sources, with the captions."""
+    """Decoded latents next to the pictures of their sources, with the captions."""
     from pipeline.tools.reporting import draw_latents, encoder_process  # torch, which other pages do not need
 
     rows = spread(len(snapshot), min(count, len(snapshot)))
@@ -150,9 +150,9 @@ class _Thumbnails:
         return Embedded(item)
 
     def of_sample(self, snapshot: Snapshot, source: str, item: str, height: int, width: int) -> list[Embedded]:
-        """The picture as it is encoded, and the further pictures."""
+        """The picture as it is encoded, and the control pictures and masks."""
         size = height, width
         shown = [embedded(self.photos.cropped(source, item, size), "picture")]
-        for kind, recipe in further_recipes(snapshot).items():
-            shown.append(embedded(self.photos.further(source, item, recipe, size), kind))
+        for kind, encoding in further_encodings(snapshot).items():
+            shown.append(embedded(self.photos.further(source, item, encoding, size), kind))
         return shown

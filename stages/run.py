@@ -22,7 +22,7 @@ import torch
 
 from pipeline.base.amounts import amount
 from pipeline.base.options import flat, put, value_at
-from pipeline.base.processes import INTERRUPTED, beside, call, command, free_memory, shown
+from pipeline.base.processes import INTERRUPTED, alongside, call, command, free_memory, shown
 from pipeline.config import LOCAL_NAME, Config, Given, reads
 from pipeline.data.snapshots import provenance
 from pipeline.tools import outputs
@@ -70,7 +70,7 @@ def run(
         given: what the file and `--set` say. path: of `--config`. overrides: of `--set`; each goes to the commands that
             read it.
         data: sources, as for `encode --data`.
-        prompts: as for `encode --prompts`; None: with `train.pictures` those of `prompts.txt` beside the
+        prompts: as for `encode --prompts`; None: with `train.pictures` those of `prompts.txt` next to the
             configuration or here.
 
     Returns:
@@ -124,7 +124,7 @@ def _decoding(config: Config, options: Sequence[str]) -> Iterator[None]:
     output = config.train.output
     click.echo(f"pictures while it trains: {output}, folders {run_pictures.FOLDER}")
     watching = ("sample", "--watch", output, *options, "--set", "encode.device=cpu")
-    with beside(command("--quiet", *watching)) as failure:
+    with alongside(command("--quiet", *watching)) as failure:
         yield
         if (why := failure()) is not None:
             click.echo(f"note: decoding while it trained ended early, the rest is decoded afterwards: {why}", err=True)
@@ -198,7 +198,7 @@ def _options(stage: str, given: Given, path: str | None, overrides: Sequence[str
 
 
 def _prompts(config: Config, file: Path) -> str | None:
-    """The file of prompts beside the configuration, if there is one; none where no pictures are drawn, or another set
+    """The file of prompts next to the configuration, if there is one; none where no pictures are drawn, or another set
     is named."""
     if config.train.pictures is None or config.train.pictures.prompts is not None:
         return None

@@ -33,8 +33,8 @@ from pipeline.config import Config
 from pipeline.data.cache.prompts import spread
 from pipeline.data.cache.snapshot_head import Head
 from pipeline.data.encoders.vae import vae_shape
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.data.sources import caption_rules
 from pipeline.tools import outputs
 from pipeline.tools.locations import cache_location
@@ -103,7 +103,7 @@ def run(
             fix="--snapshot NAME of one with them, or --prompt TEXT --control FILE",
         )
     architecture, columns = stored.architecture, _columns(config, stored, scale, base)
-    channels, text_width = opened.recipe(LatentRecipe).channels, opened.recipe(TextRecipe).width
+    channels, text_width = opened.encoding(LatentEncoding).channels, opened.encoding(TextEncoding).width
     architecture.check_widths(f"snapshot {opened.id[:12]}", _FIX, channels=channels, text_width=text_width)
     wanted = min(count or CAPTIONS, len(opened))
     if wanted < (count or CAPTIONS):
@@ -223,7 +223,7 @@ def _drawn_there(out: Path) -> set[Path]:
 
 
 def _free(work: Path) -> Path:
-    """`FOLDER`, or with a number the first beside it that is new, empty or holds the drawing in `work`; made."""
+    """`FOLDER`, or with a number the first next to it that is new, empty or holds the drawing in `work`; made."""
     pictures = {path.name: path.read_bytes() for path in (work / "pictures").iterdir()}
     for number in itertools.count(1):
         out = FOLDER if number == 1 else FOLDER.with_name(f"{FOLDER.name}-{number}")
@@ -245,7 +245,7 @@ def _working(out: Path | None) -> Iterator[Path]:
     """A temporary folder in that of the pictures, made before anything is drawn.
 
     Args:
-        out: None: `FOLDER`, or one beside it.
+        out: None: `FOLDER`, or one next to it.
 
     Raises:
         UserError: it cannot be made; pictures of somebody else would be replaced.
@@ -285,7 +285,7 @@ def run_prompts(
 
     Args:
         checkpoint, out, ema, scale, base: as in `run`.
-        prompts: equal ones (after the text recipe's normalisation) are drawn once.
+        prompts: equal ones (after the text encoding's normalisation) are drawn once.
         height, width: of the pictures in pixels (None: `data.resolution`).
         control: the control picture of a ControlNet, a file; it is cropped as those of a data set.
 
@@ -298,7 +298,7 @@ def run_prompts(
         held = "a ControlNet, which draws with a control picture" if control is None else "no ControlNet"
         fix = "--control FILE" if control is None else "leave --control out"
         raise ConfigError(f"{stored.folder} holds {held}", fix=fix)
-    latent, text = recipes_of(config, stored.document.state.snapshot)
+    latent, text = encodings_of(config, stored.document.state.snapshot)
     compression, channels = (
         (latent.compression, latent.channels) if latent else vae_shape(resolve(config.vae, ("config.json",)))
     )
@@ -308,13 +308,13 @@ def run_prompts(
         caption_rules.check_prompt(prompt, "--prompt")
     with _working(out) as work:
         encoded, drawn_from = encoder_process.encode_prompts(config, prompts, work, control, size)
-        if text is not None and text != (configured := replace(encoded.recipe, storage=text.storage)):
+        if text is not None and text != (configured := replace(encoded.encoding, storage=text.storage)):
             raise ConfigError(
-                f"{stored.folder} was trained with another text recipe (trained | configured)",
+                f"{stored.folder} was trained with another text encoding (trained | configured)",
                 found="; ".join(text.difference(configured)),
                 fix="--config FILE, that of the training",
             )
-        widths = {"channels": channels, "text_width": encoded.recipe.width}
+        widths = {"channels": channels, "text_width": encoded.encoding.width}
         stored.architecture.check_widths("the configured encoders", _FIX, **widths)
         columns = _columns(config, stored, scale, base)
         _log(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} with {stored}")
@@ -392,13 +392,13 @@ def decode(config: Config, latents: Path, out: Path) -> int:
     return 0
 
 
-def recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, TextRecipe | None]:
-    """The recipes that a model was trained with; None if its snapshot is not in the cache."""
+def encodings_of(config: Config, snapshot: str) -> tuple[LatentEncoding | None, TextEncoding | None]:
+    """The encodings that a model was trained with; None if its snapshot is not in the cache."""
     try:
         cache = cache_location(config).open_if_there()
         if cache is not None:
             head = Head.read(cache.files, snapshot)
-            return head.recipe(LatentRecipe), head.recipe(TextRecipe)
+            return head.encoding(LatentEncoding), head.encoding(TextEncoding)
     except CacheError:
         pass
     _log(
@@ -427,7 +427,7 @@ def publish(
     is known as ours. Of an earlier drawing nothing stays in the folder.
 
     Args:
-        out: None: `FOLDER`, or a folder beside it if that holds another drawing (`_free`).
+        out: None: `FOLDER`, or a folder next to it if that holds another drawing (`_free`).
         latents: by title of their column.
         rows: of the table, a picture each.
         photos: of the first column, for rows with a `source`.

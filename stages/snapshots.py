@@ -94,7 +94,7 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
     }
     if as_json:
         report: dict[str, object] = {"a": first.id, "b": second.id}
-        report["signals"], report["recipes"] = list(difference.signals), list(difference.recipes)
+        report["signals"], report["encodings"] = list(difference.signals), list(difference.encodings)
         for kind, samples in kinds.items():
             report[kind] = [
                 {"source": source, "item": item, **({"what": list(what)} if what else {})}
@@ -110,8 +110,8 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
             click.echo(f"  and {len(samples) - SHOWN} more (--json names all)")
     for signal in difference.signals:
         click.echo(f"only {'A' if signal in first.pictures else 'B'} has records of the kind {signal}")
-    for signal in difference.recipes:
-        click.echo(f"records of the kind {signal} have different recipes and are not compared")
+    for signal in difference.encodings:
+        click.echo(f"records of the kind {signal} have different encodings and are not compared")
     return 1 if difference else 0
 
 

@@ -38,7 +38,7 @@ from pipeline.train.parallel.collectives import all_gather_objects, broadcast_fr
 from pipeline.train.parallel.config import ParallelConfig
 from pipeline.train.parallel.mesh import agreed_device, open_mesh, reopening
 from pipeline.train.training import changes, checkpoint, summary
-from pipeline.train.training.assemble import recipe_of
+from pipeline.train.training.assemble import objective_of
 from pipeline.train.training.build import architecture_of, text_layout
 from pipeline.train.training.checkpoint import Document
 from pipeline.train.training.inputs import task_of
@@ -47,7 +47,7 @@ from pipeline.train.training.trainer import fit
 
 T = TypeVar("T")
 _PREDICTION_S = 300
-"""Seconds that the other processes wait at least, beside the usual ones, for the predictions of the first."""
+"""Seconds that the other processes wait at least, in addition to the usual ones, for the predictions of the first."""
 Choice = str | Path | None
 """The choice of a checkpoint or a file, as the command line names it."""
 
@@ -102,7 +102,7 @@ class _Call:
 
 
 def _summarize(last: Path, snapshot: Snapshot, log: Log) -> None:
-    """Write the summary of a finished run, and print it beside those of the runs that it began from."""
+    """Write the summary of a finished run, and print it next to those of the runs that it began from."""
     summary.summarize(last, checkpoint.read_document(last).state, snapshot.head)
     if len(summaries := summary.rounds(last.parents[1])) > 1:
         for line in summary.table(summaries):
@@ -170,9 +170,9 @@ def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
 def open_inputs(
     config: Config, cache: Cache, snapshot: Snapshot, resumed: checkpoint.Resumed | None, log: Log
 ) -> tuple[Config, Inputs]:
-    """Open what a run reads beside its snapshot; returns the configuration with the ids of what was chosen, too. A
+    """Open what a run reads next to its snapshot; returns the configuration with the ids of what was chosen, too. A
     resumed run keeps its choice."""
-    for note in opening.unused_records(snapshot, recipe_of(config.train).pictures):
+    for note in opening.unused_records(snapshot, objective_of(config.train).pictures):
         log(note)
     config, part = _validated_on(config, cache, snapshot, resumed, log)
     earlier = None if part is None or resumed is None else (resumed.began_from or {}).get("heldout")
@@ -249,7 +249,7 @@ def _decided(
 
     def decide(machine: Machine) -> tuple[TrainConfig, list[str]]:
         def search() -> Search:
-            return Search(architecture_of(config.model, inputs.sample_size), data, machine, config.bears)
+            return Search(architecture_of(config.model, inputs.sample_size), data, machine, config.supports)
 
         return auto.decide(config.train, machine, search, begun, log)
 

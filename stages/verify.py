@@ -15,7 +15,7 @@ from pipeline.base.errors import AwayError, CacheError, IntegrityError, NoSpaceE
 from pipeline.config import Config
 from pipeline.data.cache import audit, layout
 from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.findings import BACKUP, Finding, Replaced, named_snapshots, packs, recipe_names
+from pipeline.data.cache.findings import BACKUP, Finding, Replaced, encoding_names, named_snapshots, packs
 from pipeline.data.cache.layout import Paths
 from pipeline.data.cache.lost import repair_documents
 from pipeline.data.encoding.encoder_settings import EncoderSettings
@@ -168,7 +168,8 @@ def _repair_contents(
 ) -> UserError | None:
     """Repair tables and shards, one after the other.
 
-    Tables come first, because repairing a shard reads them; then shards by recipe, so that each encoder is loaded once.
+    Tables come first, because repairing a shard reads them; then shards by encoding, so that each encoder is loaded
+    once.
 
     Args:
         replaced: updated.
@@ -181,7 +182,7 @@ def _repair_contents(
         AwayError, NoSpaceError: every other repair would fail, too.
     """
     first: UserError | None = None
-    for finding in sorted(findings, key=lambda finding: (not _is_table(finding.path), finding.recipe)):
+    for finding in sorted(findings, key=lambda finding: (not _is_table(finding.path), finding.encoding)):
         try:
             outcome = _repair_content(repairs, finding, replaced)
         except (AwayError, NoSpaceError):
@@ -221,7 +222,7 @@ def _repair_table(cache: Cache, finding: Finding) -> str:
         cache.files.set_aside(name)
         return SET_ASIDE
     outcome = f"failed: {BACKUP}" if finding.fix == layout.REPAIR else FAILED
-    for owner in (*recipe_names(cache), *packs(cache)):
+    for owner in (*encoding_names(cache), *packs(cache)):
         try:
             for plan in cache.plans(owner):
                 if repair_table(cache, owner, plan.number, digest):

@@ -17,7 +17,7 @@ from pipeline.tools import outputs
 from pipeline.tools.locations import cache_location
 from pipeline.tools.reporting import page, sample_view
 from pipeline.tools.reporting.blocks import Block, Card, Column, Table
-from pipeline.tools.reporting.further_figures import further_recipes
+from pipeline.tools.reporting.further_figures import further_encodings
 from pipeline.tools.reporting.sections import Section
 from pipeline.tools.reporting.source_pictures import SourcePictures
 
@@ -60,7 +60,7 @@ def run(
     rows = [*_rows(values), *((kind, _record(values[kind])) for kind in opened.pictures)]
     if out is not None:
         outputs.check(config, out)
-        shown = sample_view.pictures(photos, values, records, further_recipes(opened))
+        shown = sample_view.pictures(photos, values, records, further_encodings(opened))
         captions = [Card([], caption["text"], _caption(caption)) for caption in values["captions"]]
         numbers = Table((Column("", "name"), Column("", "value")), [dict(zip(("name", "value"), row)) for row in rows])
         sections: list[tuple[Section, Sequence[Block]]] = [

@@ -75,11 +75,11 @@ ROOMS = {
         [
             "pipeline/train/training/*",
             "pipeline/train/training/optimizers/*",
-            "pipeline/train/models/objective.py",
+            "pipeline/train/models/flow_matching.py",
             "pipeline/train/models/sampler.py",
         ],
         "checkpoint feeding foreign_checkpoint golden launch lock loss_band memory_modes "
-        "nvlabs_docs nvlabs_recipe objective optimizers pipeline_parallel planned_runs planning residual rounds "
+        "nvlabs_docs nvlabs_numerics flow_matching optimizers pipeline_parallel planned_runs planning residual rounds "
         "sampler strategies terminal throughput training training_pictures validation",
     ),
 }

@@ -24,7 +24,7 @@ from pipeline.base.options import section_of
 from pipeline.base.yaml_text import as_yaml, from_yaml
 from pipeline.config import Config, dump, find, load, load_given, option_fields, shipped
 from pipeline.train.training.config import OptimConfig
-from pipeline.train.training.recipes.control import Controlled
+from pipeline.train.training.objectives.control import Controlled
 from tests.support.messages import naming
 from tests.support.parameters import first_quick
 

@@ -1,4 +1,4 @@
-"""Every number in the head of a shipped configuration is derived here or stands beside its source."""
+"""Every number in the head of a shipped configuration is derived here or stands next to its source."""
 
 from __future__ import annotations
 

@@ -479,7 +479,7 @@ def working(done: Config, tmp_path: Path) -> tuple[Config, Any]:
     worker.progress = lambda: {"node": "gpu03", "task": 1, "tasks": 8, **bar.brief(), **textfile.store_counts()}
     bar = Progress("images", 200, Meter())
     bar.done, bar.rejected = 50, 3
-    name = next(iter(Cache(config.cache).recipes("latent"))).name
+    name = next(iter(Cache(config.cache).encodings("latent"))).name
     assert worker.take(name, 0, "ab" * 16) == "ours"
     return config, SimpleNamespace(files=cache.files, worker=worker, work=(name, 0, "ab" * 16))
 

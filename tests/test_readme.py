@@ -194,7 +194,7 @@ WINGS = ("base", "data", "train", "tools")
 
 
 def test_every_room_is_listed() -> None:
-    """docs/code.md names each room of the tree, CONTRIBUTING.md what is beside it, and no other."""
+    """docs/code.md names each room of the tree, CONTRIBUTING.md what is next to it, and no other."""
     firsts = re.findall(r"^\| (`[^|]+`) \|", PAGES["docs/code.md"] + PAGES["CONTRIBUTING.md"], flags=re.MULTILINE)
     listed = {name for cell in firsts for name in re.findall(r"`([a-z_/.]+)`", cell)}
     rooms = {

@@ -280,7 +280,7 @@ def test_a_chain_that_is_killed_twice_ends_as_one_that_was_not(
     for number, sign in enumerate(("captions: ", "saved "), 1):
         process, log = begun(killed, photos, f"log{number}"), killed / f"log{number}"
         until(lambda log=log, sign=sign: sign in log.read_text(), 300)  # type: ignore[misc]
-        begun_by = children(process.pid)  # the command, and beside a training what decodes its pictures
+        begun_by = children(process.pid)  # the command, and alongside a training what decodes its pictures
         process.kill()
         process.wait()
         until(lambda every=begun_by: not any(Path(f"/proc/{child}/exe").exists() for child in every), 10)  # type: ignore[misc]

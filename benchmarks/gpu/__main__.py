@@ -18,7 +18,7 @@ NO_GPU = 2
 
 
 def install(wheels: Path) -> None:
-    """Install wheels into a folder beside them, which this process and its children import from first.
+    """Install wheels into a folder next to them, which this process and its children import from first.
 
     Raises:
         SystemExit: there are none, or pip fails.

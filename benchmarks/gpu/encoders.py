@@ -107,7 +107,7 @@ def online(sizes: Sizes, samples: int) -> Callable[[], tuple[Tensor, Tensor, Ten
 
 def vae(sizes: Sizes, *, batch: int) -> dict[str, Any]:
     """DC-AE encoding by precision: images/s, and the relative error (root mean square) against the exact
-    latents; null where it does not fit. Beside it the batch of `encode.image_batch: auto`: its images/s, its peak, and
+    latents; null where it does not fit. Next to it the batch of `encode.image_batch: auto`: its images/s, its peak, and
     the peak that chose it."""
     images = pictures(sizes, sizes.count(batch))
     figures: dict[str, Any] = {}

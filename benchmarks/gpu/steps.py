@@ -36,15 +36,15 @@ from pipeline.tools.planning.cost import Time
 from pipeline.tools.planning.predict import Data, Machine, Prediction, predict
 from pipeline.train.config import TrainConfig
 from pipeline.train.models.adapters import adapter_of
-from pipeline.train.models.objective import FlowMatching
+from pipeline.train.models.flow_matching import FlowMatching
 from pipeline.train.parallel.mesh import open_mesh
 from pipeline.train.parallel.parallelize import parallelize
 from pipeline.train.parallel.shards import local
 from pipeline.train.training import optimizers
 from pipeline.train.training.assemble import Trainable
 from pipeline.train.training.host_copy import plain_parts
+from pipeline.train.training.objectives.flow import Flow
 from pipeline.train.training.optimizers import in_backward
-from pipeline.train.training.recipes.flow import Flow
 from pipeline.train.training.step import TrainStep
 
 COMPILED = {"compile": "block"}
@@ -117,7 +117,7 @@ def ours(sizes: Sizes, train: TrainConfig, ending: ExitStack) -> Ours:
     optimizer = optimizers.build(model.module, train.optim, sizes.device)
     if train.optim.in_backward:
         in_backward.fuse(optimizer, model)
-    return Ours(TrainStep(model, trainable.recipe, optimizer, train, sizes.device), optimizer, train)
+    return Ours(TrainStep(model, trainable.objective, optimizer, train, sizes.device), optimizer, train)
 
 
 def diffusers(sizes: Sizes, microbatch: int, checkpointing: bool) -> Callable[[Batch], None]:
@@ -131,17 +131,17 @@ def diffusers(sizes: Sizes, microbatch: int, checkpointing: bool) -> Callable[[B
     if checkpointing:
         model.enable_gradient_checkpointing()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    objective = FlowMatching(TrainConfig().flow)
+    flow = FlowMatching(TrainConfig().flow)
 
     def step(batch: Batch) -> None:
-        sigma, timesteps = (x.to(sizes.device) for x in objective.sigmas(batch.logit))
+        sigma, timesteps = (x.to(sizes.device) for x in flow.sigmas(batch.logit))
         latents, noise, captions, mask = (
             x.to(sizes.device, non_blocking=True) for x in (batch.latents, batch.noise, batch.captions, batch.mask)
         )
-        noised, target = objective.noised(latents, noise, sigma), objective.target(latents, noise)
+        noised, target = flow.noised(latents, noise, sigma), flow.target(latents, noise)
         with torch.autocast(sizes.device.type, torch.bfloat16):
             out = model(noised, encoder_hidden_states=captions, encoder_attention_mask=mask, timestep=timesteps).sample
-        objective.loss(out, target).mean().backward()
+        flow.loss(out, target).mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

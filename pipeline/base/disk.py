@@ -196,7 +196,7 @@ def now_in(folder: Path) -> float:
 
 @contextmanager
 def replacing(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
-    """A path beside `path` to write to. At the end it is synced and replaces `path`; after an error it is removed and
+    """A path next to `path` to write to. At the end it is synced and replaces `path`; after an error it is removed and
     `path` stays as it is. For files outside a cache, which `Files` publishes.
 
     Args:

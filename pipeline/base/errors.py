@@ -102,7 +102,7 @@ class ConfigError(UserError):
 
 
 class CacheError(UserError):
-    """The cache lacks something, or holds something of another recipe or version."""
+    """The cache lacks something, or holds something of another encoding or version."""
 
     exit_code = 3
 
@@ -376,7 +376,7 @@ EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
         (),
     ),
     2: ("a wrong option, setting, file or environment", ()),
-    3: ("the cache lacks something, holds something of another recipe, or cannot be reached", _CACHE),
+    3: ("the cache lacks something, holds something of another encoding, or cannot be reached", _CACHE),
     4: ("bytes of the cache are damaged", _CACHE),
     5: (
         "more items were rejected than encode.max_reject_rate allows, or all of them (encode); more than 5 % of the "

@@ -48,7 +48,7 @@ class Card:
         """False for `CPU`, of which no data sheet gives speeds."""
         return self.name != CPU
 
-    def bears(self, precision: str) -> bool:
+    def supports(self, precision: str) -> bool:
         """False for a value of `train.precision` that the card has no units for."""
         return self.bf16 or not precision.startswith("bf16")
 

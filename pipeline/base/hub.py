@@ -1,7 +1,7 @@
 """Find the files of an `id` and its `revision` on this machine or the hub, for all models.
 
-Recipes are digests of weights, so every module has to agree on which files those are. A repository may hold several
-sets of the same weights. As in the libraries that wrote them, an index takes precedence over a single file in
+Encodings are named by digests of weights, so every module has to agree on which files those are. A repository may hold
+several sets of the same weights. As in the libraries that wrote them, an index takes precedence over a single file in
 diffusers' folders, and the reverse in transformers'. An index of a variant has three names (`weight_sets`).
 Only files that are used are fetched: first the JSON files and the list of files, then the weights. Pickle files
 (`*.bin`) are refused, since reading them runs code.

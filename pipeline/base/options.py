@@ -87,7 +87,7 @@ def fields_below(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[s
 
 
 def field_at(section: type[BaseModel], location: Sequence[str | int]) -> tuple[str, FieldInfo | None, list[str]]:
-    """The deepest option on the way to `location`, its field, and the names that are valid beside the last element."""
+    """The deepest option on the way to `location`, its field, and the names that are valid next to the last element."""
     option: Sequence[str | int] = ()
     above: type[BaseModel] | None = section
     field, beside, is_element = None, list[str](), False  # is_element: of a mapping or a list of sections

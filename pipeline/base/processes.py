@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 INTERRUPTED = 130
 """The shells' exit code for a process that SIGINT ended."""
 GRACE_S = 5.0
-"""Seconds that `beside` waits between two signals."""
+"""Seconds that `alongside` waits between two signals."""
 OUTPUT_LOST = 74
 """Exit code (EX_IOERR) if the work is done but lines could not be written to stdout."""
 
@@ -138,8 +138,8 @@ def call(arguments: Sequence[str], *, send: signal.Signals | None = None) -> tup
 
 
 @contextmanager
-def beside(arguments: Sequence[str]) -> Iterator[Callable[[], str | None]]:
-    """Run a command beside what happens in the block: with the least priority and without output, in a process that
+def alongside(arguments: Sequence[str]) -> Iterator[Callable[[], str | None]]:
+    """Run a command alongside what happens in the block: with the least priority and without output, in a process that
     ends with the block, or with this process.
 
     Yields:

@@ -72,7 +72,7 @@ class TrainConfig(Section):
     """On a GPU, round the factors of fp32 matrix products and convolutions to TF32 (10 bits): up to eight times as
     fast. Under bf16 and fp16 it changes nothing on a GPU of compute capability 8.0 or newer: only linear attention
     multiplies in fp32 there, in a kernel that is as exact either way."""
-    recipe: Literal["default", "nvlabs"] = "default"
+    numerics: Literal["default", "nvlabs"] = "default"
     """nvlabs: follow NVlabs' trainer where no other option does: CAME (3x3 kernels unfactored and without confidence;
     query, key and value as one matrix), weight decay of all parameters, a first step of rate 0, eps of attention. See
     docs/training.md; default is better where they differ, and has the constants of diffusers' pipeline."""
@@ -175,10 +175,10 @@ class TrainConfig(Section):
                 "selective; use activation_checkpointing: full, every-K or none, or activation_compression: none"
             )
         if self.optim.in_backward:
-            if self.recipe == "nvlabs" and self.optim.name == "came":
+            if self.numerics == "nvlabs" and self.optim.name == "came":
                 yield (
-                    "optim.in_backward updates one parameter at a time, and CAME under recipe: nvlabs takes query, key "
-                    "and value together; set recipe: default or optim.in_backward: false"
+                    "optim.in_backward updates one parameter at a time, and CAME under numerics: nvlabs takes query, "
+                    "key and value together; set numerics: default or optim.in_backward: false"
                 )
             if self.optim.clip is not None:
                 yield (

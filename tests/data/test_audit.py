@@ -43,10 +43,10 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict:
 
 
 def a_record(cache: Cache, kind: str, number: int = 1) -> tuple[Path, dict]:
-    recipe = cache.recipes(kind)[0].name
-    commit = max(index.commits(cache.files, recipe, 0), key=lambda c: c.records)
+    encoding = cache.encodings(kind)[0].name
+    commit = max(index.commits(cache.files, encoding, 0), key=lambda c: c.records)
     row = audit.record_rows(cache, commit)[number]
-    return cache.files.path(layout.Paths.shard(recipe, commit.shard or "")), row
+    return cache.files.path(layout.Paths.shard(encoding, commit.shard or "")), row
 
 
 def test_a_good_cache_is_right(filled: tuple[Config, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,8 +108,8 @@ def test_where_the_bytes_differ_the_new_plan_names_the_mode_that_made_it(
     real = TextEncoder.encode
     monkeypatch.setattr(TextEncoder, "encode", lambda self, some: [rows ^ np.uint16(1) for rows in real(self, some)])
     assert stages.verify.run(config, repair=True) == 0
-    recipe = cache.recipes("text")[0].name
-    [commit] = index.commits(cache.files, recipe, 1)
+    encoding = cache.encodings("text")[0].name
+    [commit] = index.commits(cache.files, encoding, 1)
     assert commit.provenance["text_mode"] == "exact"
 
 
@@ -122,7 +122,7 @@ def test_a_lost_shard_and_a_lost_table_are_made_again(filled: tuple[Config, Path
     assert stages.verify.run(config) == 4
     assert stages.verify.run(config, repair=True) == 0
     assert path.read_bytes() == whole
-    segment = cache.files.document(layout.Paths.segment(cache.recipes("latent")[0].name, 0))
+    segment = cache.files.document(layout.Paths.segment(cache.encodings("latent")[0].name, 0))
     flip(cache.files.path(layout.Paths.table(segment["table"], "arrow")), 100)
     assert stages.verify.run(config) == 4
     assert stages.verify.run(config, repair=True) == 0
@@ -289,7 +289,7 @@ def test_every_file_that_is_lost_is_named(
 def test_a_table_and_its_shard_that_are_both_damaged_do_not_end_the_audit(filled: tuple[Config, Path]) -> None:
     cache = Cache(filled[0].cache)
     path, row = a_record(cache, "latent")
-    commit = next(c for c in index.commits(cache.files, cache.recipes("latent")[0].name, 0) if c.shard == path.stem)
+    commit = next(c for c in index.commits(cache.files, cache.encodings("latent")[0].name, 0) if c.shard == path.stem)
     flip(path, row["offset"] + 1)
     flip(cache.files.path(layout.Paths.table(commit.table or "", "arrow")), 200)
     text, other = a_record(cache, "text")

@@ -138,7 +138,7 @@ def test_a_damaged_latent_ends_bucket(cache: Path, make_config: MakeConfig, tmp_
     of = make_config(tmp_path, "bucket.balance=0.5")
     stages.encode.run(of, data=str(source))
     path = next((tmp_path / "cache").glob("shards/latent-*/*/*.tar"))
-    index = Cache(of.cache).index(Cache(of.cache).recipes("latent")[0].name)
+    index = Cache(of.cache).index(Cache(of.cache).encodings("latent")[0].name)
     offset = next(
         int(o)
         for o, s in zip(index.columns["offset"], index.columns["shard"], strict=True)

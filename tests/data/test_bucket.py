@@ -42,8 +42,8 @@ from pipeline.data.images import buckets
 from pipeline.data.loader.loader import Loader
 from pipeline.data.loader.planner import Planner
 from pipeline.data.loader.schedule import Schedule
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.data.snapshots import assemble, filters, frames, selection
 from pipeline.tools.locations import cache_location
 from tests.support import synthetic
@@ -104,9 +104,9 @@ def test_snapshots_come_out_the_same(root: Path) -> None:
     one[5] = dataclasses.replace(one[5], reject="broken")
     add(config(root), "one", one, without=["00007.png"])
     add(config(root), "two", pictures(60, "two-"))
-    assert stages.bucket.run(config(root)) == "7b32c938ab4f67a5a5efce7cfe491af6"
+    assert stages.bucket.run(config(root)) == "c8f238b4efbd536c9130745c204609e2"
     dropped = config(root, "bucket.remainder=drop", "bucket.batch=16")
-    assert stages.bucket.run(dropped, name="dropped") == "dcfae91572524db9a984a24363e8aa76"
+    assert stages.bucket.run(dropped, name="dropped") == "0158163e865eb55b2a9eb59e32cdc798"
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
@@ -127,8 +127,8 @@ def test_every_sample_has_its_own_latent_and_captions(root: Path) -> None:
     opened = made(of)
     latents, texts, text = (
         cache.index(synthetic.LATENT.name),
-        cache.index(opened.recipe(TextRecipe).name),
-        opened.recipe(TextRecipe),
+        cache.index(opened.encoding(TextEncoding).name),
+        opened.encoding(TextEncoding),
     )
     known = {layout.sample_id("one", p.item): p for p in all_of}
     assert len(opened) == len(all_of)
@@ -169,10 +169,10 @@ def test_many_keys_are_the_keys_of_each() -> None:
     each = [synthetic.LATENT.key(d, *sizes[i]) for d, i in zip(digests, which, strict=True)]
     assert latents.tobytes() == b"".join(each)
     words = ["", "a cat", "é 日本", "x" * 500]
-    keys = b"".join(TextRecipe().key(w) for w in words)
+    keys = b"".join(TextEncoding().key(w) for w in words)
     for kind in (pa.string(), pa.large_string()):
         column = pa.array(["left out", *words], kind)[1:]
-        assert TextRecipe().keys(column).tobytes() == keys
+        assert TextEncoding().keys(column).tobytes() == keys
         ids = [layout.sample_id("photos", word) for word in words]
         assert sample_ids("photos", column).tolist() == ids
     assert item_keys(words).tobytes() == b"".join(bytes.fromhex(layout.content_digest(word.encode())) for word in words)
@@ -403,7 +403,7 @@ def test_an_interrupt_ends_a_filter_as_it_ends_python() -> None:
 
 
 def test_no_filter_reads_a_file() -> None:
-    """Beside the refusal of its syntax, the engine itself is closed."""
+    """Besides the refusal of its syntax, the engine itself is closed."""
     with pytest.raises(duckdb.Error, match="disabled"):
         filters.engine().execute("SELECT content FROM read_text('/etc/hostname')")
     with pytest.raises(duckdb.Error, match="locked"):
@@ -774,7 +774,7 @@ def test_captions_are_chosen_anew_at_every_visit_by_weight(root: Path) -> None:
     add(of, "one", [Picture(f"{i}.png", f"{i}", captions=((f"a {i}", 1.0), (f"b {i}", 3.0))) for i in range(20)])
     snapshot = made(of)
     planner = Planner(snapshot, seed=0, phase=0)
-    rare = {snapshot.recipe(TextRecipe).key(f"a {i}") for i in range(20)}
+    rare = {snapshot.encoding(TextEncoding).key(f"a {i}") for i in range(20)}
     choices: dict[int, list[bool]] = {}
     for step in range(1000):
         plan = planner.step(step)
@@ -847,10 +847,10 @@ def test_a_fork_that_lacks_a_record_takes_it_from_the_other(tmp_path: Path) -> N
     there = tmp_path / "there"
     add(config(there), "one", pictures(8))
     here = Path(shutil.copytree(there, tmp_path / "here"))
-    recipe = synthetic.LATENT
-    [segment] = here.glob(f"segments/{recipe.name}/*.json")
+    encoding = synthetic.LATENT
+    [segment] = here.glob(f"segments/{encoding.name}/*.json")
     body = layout.unseal(segment.read_bytes(), str(segment))
-    [commit] = index.commits(Cache(here).files, recipe.name, 0)
+    [commit] = index.commits(Cache(here).files, encoding.name, 0)
     empty = dataclasses.replace(commit, shard=None, bytes=0, records=0, table=None)
     listed = publish(Cache(here).files, index.Commits.table_of([empty])).values()
     [table] = here.glob(f"tables/{body['table'][:2]}/{body['table']}.arrow")
@@ -1000,7 +1000,7 @@ def test_caches_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     [
         "vae.dtype=bf16",
         "text.dtype=bf16",
-        "text.recipe=nvlabs",
+        "text.prompting=nvlabs",
         "text.max_length=200",
         "text.instruction=Draw",
         "data.background=[0, 0, 0]",
@@ -1217,16 +1217,16 @@ def test_growth_keeps_its_pictures_when_copies_come_from_elsewhere(root: Path) -
     assert items(first) <= items(made(config(root, *options), "preferred"))
 
 
-def test_a_source_without_weight_may_be_of_another_recipe(root: Path) -> None:
+def test_a_source_without_weight_may_be_of_another_encoding(root: Path) -> None:
     of = config(root)
     add(of, "one", pictures(8))
     add(of, "old", pictures(8, "old-"))
     cache = Cache(root)
     last = cache.last_scan("old") or {}
-    cache.add_scan("old", {**last, "recipes": {**last["recipes"], "latent": "latent-" + "0" * 32}})
-    other = LatentRecipe(weights="other")
-    cache.add_recipe(other)
-    cache.add_scan("old", {**last, "recipes": {**last["recipes"], "latent": other.name}})
+    cache.add_scan("old", {**last, "encodings": {**last["encodings"], "latent": "latent-" + "0" * 32}})
+    other = LatentEncoding(weights="other")
+    cache.add_encoding(other)
+    cache.add_scan("old", {**last, "encodings": {**last["encodings"], "latent": other.name}})
     with pytest.raises(CacheError, match=naming("'old'", "'one'", "weights")):
         stages.bucket.run(of)
     weightless = "bucket.sources={old: {weight: 0}}"

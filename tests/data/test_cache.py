@@ -28,13 +28,13 @@ from pipeline.base import disk
 from pipeline.base.errors import CacheError, IntegrityError
 from pipeline.data.cache import arrow, index, layout, shard
 from pipeline.data.cache.cache import Cache, Unit
+from pipeline.data.cache.encodings import Encoding
 from pipeline.data.cache.files import Files
 from pipeline.data.cache.keys import SortedKeys, as_keys, halves
 from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.recipes import Recipe
 from pipeline.data.cache.status import status
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.tools.locations import cache_location
 from tests.support import synthetic, tiny_cache
 from tests.support.lowered import lower_limits
@@ -42,8 +42,8 @@ from tests.support.messages import naming
 from tests.support.synthetic import LATENT as LATENTS
 from tests.support.synthetic import add, config, pictures
 
-LATENT = LatentRecipe(weights="w", compression=8, channels=4)
-TEXT = TextRecipe(weights="w", width=6)
+LATENT = LatentEncoding(weights="w", compression=8, channels=4)
+TEXT = TextEncoding(weights="w", width=6)
 ROOT = Path(__file__).parents[2]
 
 
@@ -52,24 +52,24 @@ def bits(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return values.view(torch.int16).numpy().view(np.uint16)
 
 
-def write(root: Path, count: int = 3, recipe: Recipe = LATENT, first: int = 0) -> tuple[Cache, str, pa.Table]:
+def write(root: Path, count: int = 3, encoding: Encoding = LATENT, first: int = 0) -> tuple[Cache, str, pa.Table]:
     cache = Cache(root, create=True)
-    with shard.ShardWriter(cache.files, recipe, "unit") as writer:
+    with shard.ShardWriter(cache.files, encoding, "unit") as writer:
         for i in range(first, first + count):
-            if recipe.kind == "latent":
-                writer.add(recipe.key(bytes([i] * 16), 16, 24), bits((4, 2, 3), i))
+            if encoding.kind == "latent":
+                writer.add(encoding.key(bytes([i] * 16), 16, 24), bits((4, 2, 3), i))
             else:
-                writer.add(recipe.key(f"caption {i}"), bits((3 + i, 6), i), caption=f"Caption {i} é")
+                writer.add(encoding.key(f"caption {i}"), bits((3 + i, 6), i), caption=f"Caption {i} é")
         name, _, table = writer.finish()
     return cache, name, table
 
 
-def read_all(cache: Cache, name: str, table: pa.Table, recipe: Recipe = LATENT) -> list[np.ndarray]:
-    reader = shard.ShardReader(cache.files, recipe.name)
+def read_all(cache: Cache, name: str, table: pa.Table, encoding: Encoding = LATENT) -> list[np.ndarray]:
+    reader = shard.ShardReader(cache.files, encoding.name)
     out = []
     for row in table.to_pylist():
         shape = (
-            (row["channels"], row["height"], row["width"]) if recipe.kind == "latent" else (row["rows"], row["width"])
+            (row["channels"], row["height"], row["width"]) if encoding.kind == "latent" else (row["rows"], row["width"])
         )
         into = np.empty(shape, np.uint16)
         reader.read(name, row["offset"], row["key"], row["checksum"], into)
@@ -83,7 +83,7 @@ def read_all(cache: Cache, name: str, table: pa.Table, recipe: Recipe = LATENT) 
 def test_webdataset_reads_the_shards(tmp_path: Path) -> None:
     import webdataset
 
-    cache, name, table = write(tmp_path / "c", recipe=TEXT)
+    cache, name, table = write(tmp_path / "c", encoding=TEXT)
     path = cache.files.path(layout.Paths.shard(TEXT.name, name))
     samples = list(webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False))
     assert [s["__key__"] for s in samples] == [k.hex() for k in table.column("key").to_pylist()]
@@ -194,8 +194,8 @@ def test_a_right_record_in_a_wrong_place_is_refused(tmp_path: Path) -> None:
         reader.read(name, rows[1]["offset"], rows[0]["key"], rows[0]["checksum"], into)
     with pytest.raises(IntegrityError):  # a shard of the same shape
         reader.read(foreign, rows[0]["offset"], rows[0]["key"], rows[0]["checksum"], into)
-    elsewhere = shard.ShardReader(cache.files, LatentRecipe(weights="x").name)
-    elsewhere.recipe = LATENT.name  # the same bytes under another recipe
+    elsewhere = shard.ShardReader(cache.files, LatentEncoding(weights="x").name)
+    elsewhere.encoding = LATENT.name  # the same bytes under another encoding
     with pytest.raises(IntegrityError):
         elsewhere.read(name, rows[0]["offset"], rows[0]["key"], rows[0]["checksum"], into)
 
@@ -237,7 +237,7 @@ def test_a_newer_version_is_refused_with_a_message() -> None:
 def test_fields_at_their_default_stay_out_of_the_id() -> None:
     values = {"weights": "w", "compression": 8, "channels": 4}
     assert LATENT.id == layout.digest("recipe", "latent", layout.canonical(values)).hex()
-    assert LatentRecipe(weights="w", compression=8, channels=4, tiling=False).id == LATENT.id
+    assert LatentEncoding(weights="w", compression=8, channels=4, tiling=False).id == LATENT.id
 
 
 def test_a_caption_with_half_a_character_has_a_digest() -> None:
@@ -245,18 +245,18 @@ def test_a_caption_with_half_a_character_has_a_digest() -> None:
     assert layout.digest("caption", "\ud83d\ude00") != layout.digest("caption", "\U0001f600")
 
 
-def test_every_recipe_field_changes_the_id() -> None:
+def test_every_encoding_field_changes_the_id() -> None:
     import dataclasses
 
-    for recipe in (LATENT, TEXT):
-        for field in dataclasses.fields(recipe):
-            value = getattr(recipe, field.name)
+    for encoding in (LATENT, TEXT):
+        for field in dataclasses.fields(encoding):
+            value = getattr(encoding, field.name)
             other = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 1.0}.get(
                 type(value), lambda v: (1, 2, 3) if isinstance(v, tuple) else "other"
             )(value)
-            changed = dataclasses.replace(recipe, **{field.name: other})
-            assert changed.id != recipe.id, field.name
-            assert any(line.startswith(field.name + ":") for line in recipe.difference(changed))
+            changed = dataclasses.replace(encoding, **{field.name: other})
+            assert changed.id != encoding.id, field.name
+            assert any(line.startswith(field.name + ":") for line in encoding.difference(changed))
 
 
 def test_golden_identities() -> None:
@@ -544,7 +544,7 @@ def test_a_repaired_shard_is_published_only_if_it_has_the_same_bytes(tmp_path: P
 
 
 def test_a_lost_index_is_made_again_from_the_shard(tmp_path: Path) -> None:
-    cache, name, table = write(tmp_path / "c", recipe=TEXT)
+    cache, name, table = write(tmp_path / "c", encoding=TEXT)
     again = shard.read_table(cache.files, layout.Paths.shard(TEXT.name, name))
     assert again.equals(table)
     reader = shard.ShardReader(cache.files, TEXT.name)
@@ -558,7 +558,7 @@ def test_a_lost_index_is_made_again_from_the_shard(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["latent", "text"])
 def test_a_lost_table_whose_shards_are_lost_too_is_an_error_of_the_table(tmp_path: Path, kind: str) -> None:
     cache = tiny_cache.build(tmp_path / "cache")
-    name = cache.recipes(kind)[0].name
+    name = cache.encodings(kind)[0].name
     for folder in ("tables", "shards"):
         for path in cache.files.path(folder).rglob("*.*"):
             path.unlink()

@@ -172,7 +172,7 @@ def scan(path: Path, weights: dict[str, float]) -> list[Any]:
     return table.column("captions").to_pylist()
 
 
-def test_captions_of_columns_are_raw_under_the_recipe_of_nvlabs(tmp_path: Path) -> None:
+def test_captions_of_columns_are_raw_under_the_prompting_of_nvlabs(tmp_path: Path) -> None:
     make_tar(
         tmp_path / "x.tar",
         [

@@ -15,9 +15,9 @@ from pipeline.data.encoders.config import TextConfig
 from pipeline.data.sources import caption_rules
 
 
-@pytest.mark.parametrize(("recipe", "prefix"), [("diffusers", "48290080bb4f"), ("nvlabs", "62b9ab89eebb")])
-def test_instruction_text(recipe: str, prefix: str) -> None:
-    text = caption_rules.INSTRUCTIONS[recipe]
+@pytest.mark.parametrize(("prompting", "prefix"), [("diffusers", "48290080bb4f"), ("nvlabs", "62b9ab89eebb")])
+def test_instruction_text(prompting: str, prefix: str) -> None:
+    text = caption_rules.INSTRUCTIONS[prompting]
     assert len(text) == 1057
     assert text.endswith("User Prompt: ")
     assert hashlib.sha256(text.encode()).hexdigest().startswith(prefix)
@@ -31,7 +31,7 @@ def test_instruction_is_that_of_the_pipeline() -> None:
 
 def test_configured_instruction() -> None:
     assert caption_rules.instruction(TextConfig(id="x")) == caption_rules.INSTRUCTIONS["diffusers"]
-    assert caption_rules.instruction(TextConfig(id="x", recipe="nvlabs")) == caption_rules.INSTRUCTIONS["nvlabs"]
+    assert caption_rules.instruction(TextConfig(id="x", prompting="nvlabs")) == caption_rules.INSTRUCTIONS["nvlabs"]
     assert caption_rules.instruction(TextConfig(id="x", instruction="")) == ""
     assert caption_rules.instruction(TextConfig(id="x", instruction="Draw: ")) == "Draw: "
 
@@ -39,18 +39,18 @@ def test_configured_instruction() -> None:
 def test_normalise() -> None:
     assert caption_rules.normalise("  A Cat\n on ÉTÉ \t", "diffusers") == "a cat\n on été"
     assert caption_rules.normalise("  A Cat\n", "nvlabs") == "  A Cat\n"
-    with pytest.raises(ValueError, match="unknown text recipe"):
+    with pytest.raises(ValueError, match="unknown prompting"):
         caption_rules.normalise("x", "other")
 
 
-@pytest.mark.parametrize("recipe", ["diffusers", "nvlabs"])
-def test_many_captions_are_normalised_as_each(recipe: str) -> None:
+@pytest.mark.parametrize("prompting", ["diffusers", "nvlabs"])
+def test_many_captions_are_normalised_as_each(prompting: str) -> None:
     characters = [f" {chr(code)}A{chr(code)}B{chr(code)}\n" for code in range(0x3100) if not 0xD800 <= code < 0xE000]
     some = ["", " ", "  A Cat\n", "\u0130stanbul", "\u039f\u0394\u039f\u03a3", "\u2002A\u2002", *characters]
     for kind in (pa.string(), pa.large_string()):
         column = pa.array(["left out", *some], kind)[1:]
-        expected = [caption_rules.normalise(caption, recipe) for caption in some]
-        assert caption_rules.normalise_all(column, recipe).to_pylist() == expected
+        expected = [caption_rules.normalise(caption, prompting) for caption in some]
+        assert caption_rules.normalise_all(column, prompting).to_pylist() == expected
 
 
 def test_choice_is_proportional() -> None:

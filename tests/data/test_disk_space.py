@@ -238,9 +238,9 @@ def test_another_refusal_is_no_pause(cache: Cache, todo: engine.Work, free: list
 def test_what_a_unit_needs(small_cache: Path) -> None:
     whole = Cache(small_cache)
     for kind, low, high in (("latent", 0.5, 1.0), ("text", 0.7, 2.0)):
-        recipe = whole.recipes(kind)[0].name
-        [plan] = whole.plans(recipe)
-        sizes = {commit.unit: commit.bytes for commit in index.commits(whole.files, recipe, 0)}
+        encoding = whole.encodings(kind)[0].name
+        [plan] = whole.plans(encoding)
+        sizes = {commit.unit: commit.bytes for commit in index.commits(whole.files, encoding, 0)}
         for unit in plan.units:
             assert low < estimate.unit_bytes(whole, plan, unit) / sizes[unit.unit] < high, kind
 
@@ -282,8 +282,8 @@ def test_a_ray_task_waits_too(
     with pytest.raises(NoSpaceError):
         stages.encode.run(config, data=str(photos))
     cache = Cache(config.cache)
-    recipe = cache.recipes("text")[0].name
-    [plan] = cache.plans(recipe)
+    encoding = cache.encodings("text")[0].name
+    [plan] = cache.plans(encoding)
 
     def task() -> ray_engine.Done:
         text = config.model_dump_json()
@@ -291,7 +291,7 @@ def test_a_ray_task_waits_too(
         order = ray_engine.WorkerSettings(text, str(tmp_path), __version__, build)
         before = Path.cwd()
         try:
-            return ray_engine.make_unit(order, recipe, 0, plan.units[-1].unit)
+            return ray_engine.make_unit(order, encoding, 0, plan.units[-1].unit)
         finally:
             os.chdir(before)
             ray_engine.makers.clear()

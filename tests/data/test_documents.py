@@ -23,19 +23,19 @@ import stages.verify
 from pipeline.base.errors import IntegrityError, UserError
 from pipeline.config import Config, load
 from pipeline.data.cache import audit, copies, garbage, index, layout, prompts
-from pipeline.data.cache.cache import Cache, Unit, Units, WorkPlan
+from pipeline.data.cache.cache import Cache, Unit, Units, WorkList
 from pipeline.data.cache.contradictions import contradictions
+from pipeline.data.cache.encodings import Encoding
 from pipeline.data.cache.files import Files
 from pipeline.data.cache.findings import Finding
 from pipeline.data.cache.layout import Paths
 from pipeline.data.cache.lost import repair_documents
-from pipeline.data.cache.recipes import Recipe
 from pipeline.data.cache.snapshot_lists import publish
 from pipeline.data.cache.status import status
 from pipeline.data.encoders import vae as encoders
 from pipeline.data.encoders.text import TextEncoder
 from pipeline.data.encoding import repair, unit_records
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.text import TextEncoding
 from tests.support import synthetic, tiny_cache
 from tests.support.damage import flip
 from tests.support.messages import naming
@@ -63,11 +63,11 @@ def lose(root: Path, pattern: str) -> None:
         (root / Paths.copy(name)).unlink()
 
 
-def lose_all(cache: Cache, folder: str, recipe: str) -> None:
-    """Everything of a recipe in a folder of a cache."""
+def lose_all(cache: Cache, folder: str, encoding: str) -> None:
+    """Everything of an encoding in a folder of a cache."""
     for place in (cache.root / folder, cache.root / Paths.copy(folder)):
-        shutil.rmtree(place / recipe, ignore_errors=True)
-        (place / f"{recipe}.json").unlink(missing_ok=True)
+        shutil.rmtree(place / encoding, ignore_errors=True)
+        (place / f"{encoding}.json").unlink(missing_ok=True)
 
 
 HARM: dict[str, Callable[[Path], object]] = {
@@ -100,9 +100,9 @@ def config(small_cache_copy: Path, make_config: Callable[..., Config], tmp_path:
     """Of a copy of the small cache, as after `gc`, with a prompt set."""
     lose(small_cache_copy, "units/**/*.json")
     cache = Cache(small_cache_copy)
-    recipe = cache.open_snapshot().recipe(TextRecipe)
-    keys = [key.tobytes() for key in cache.index(recipe.name).keys[:2]]
-    assert prompts.publish(cache, "prompts", recipe, ["one", "two"], keys)
+    encoding = cache.open_snapshot().encoding(TextEncoding)
+    keys = [key.tobytes() for key in cache.index(encoding.name).keys[:2]]
+    assert prompts.publish(cache, "prompts", encoding, ["one", "two"], keys)
     return make_config(tmp_path)
 
 
@@ -112,9 +112,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     units: list[str] = []
     real = unit_records.write_unit
 
-    def encode(cache: Cache, recipe: Recipe, plan: WorkPlan, unit: Unit, *rest: Any, **named: Any) -> index.Commit:
+    def encode(cache: Cache, encoding: Encoding, plan: WorkList, unit: Unit, *rest: Any, **named: Any) -> index.Commit:
         units.append(unit.unit)
-        return real(cache, recipe, plan, unit, *rest, **named)
+        return real(cache, encoding, plan, unit, *rest, **named)
 
     monkeypatch.setattr(unit_records, "write_unit", encode)
     return units
@@ -190,7 +190,9 @@ def test_a_cache_without_copies_gets_them(config: Config) -> None:
 def test_a_document_in_the_place_of_another_is_damage(config: Config) -> None:
     cache = Cache(config.cache)
     one, two = (
-        Paths.numbered(Paths.plans(recipe.name), 0) for kind in ("latent", "text") for recipe in cache.recipes(kind)
+        Paths.numbered(Paths.plans(encoding.name), 0)
+        for kind in ("latent", "text")
+        for encoding in cache.encodings(kind)
     )
     first, second = (cache.files.read(name) for name in (one, two))
     cache.files.replace(one, second)
@@ -231,10 +233,10 @@ def test_what_is_lost_with_its_copy_is_named_and_encode_and_bucket_make_it_again
 def test_what_is_damaged_with_its_copy_is_set_aside_and_missed(tmp_path: Path, folder: str, how: str) -> None:
     """other: both are whole, and differ."""
     cache = tiny_cache.build(tmp_path / "cache")
-    recipe = cache.recipes("latent")[0].name
+    encoding = cache.encodings("latent")[0].name
     if folder == "units":
-        lose(cache.root, Paths.segment(recipe, 0))
-    paths = sorted(cache.root.glob(f"{folder}/{recipe}/**/*.json"))
+        lose(cache.root, Paths.segment(encoding, 0))
+    paths = sorted(cache.root.glob(f"{folder}/{encoding}/**/*.json"))
     name = paths[0].relative_to(cache.root).as_posix()
     if how == "other":
         body = cache.files.document(name)
@@ -256,7 +258,7 @@ def test_what_is_damaged_with_its_copy_is_set_aside_and_missed(tmp_path: Path, f
 @pytest.mark.parametrize(
     ("pattern", "command"),
     [
-        ("recipes/latent-*.json", "sana-pipe encode"),
+        ("encodings/latent-*.json", "sana-pipe encode"),
         ("plans/latent-*/*.json", "sana-pipe encode"),
         ("segments/text-*/*.json", "sana-pipe encode"),
         ("snapshots/*.json", "sana-pipe bucket --name NAME --move"),
@@ -279,18 +281,18 @@ def test_commits_of_a_lost_plan_are_set_aside_before_another_takes_its_number(tm
     of = synthetic.config(tmp_path / "cache")
     for count in (2, 4):
         cache = synthetic.add(of, "one", synthetic.pictures(count))
-    recipe = cache.recipes("latent")[0].name
-    plan, keys = cache.plan(recipe, number), len(cache.index(recipe))
-    lose(cache.root, Paths.numbered(Paths.plans(recipe), number))
+    encoding = cache.encodings("latent")[0].name
+    plan, keys = cache.plan(encoding, number), len(cache.index(encoding))
+    lose(cache.root, Paths.numbered(Paths.plans(encoding), number))
     with pytest.raises(IntegrityError, match=naming(layout.REPAIR)):
-        cache.add_plan(recipe, number, plan.units, cache.table(plan.table))
-    assert Paths.plans(recipe) in repair_documents(cache)
-    assert len(cache.plans(recipe)) == (2 if number == 0 else 1), "an empty plan keeps the numbers without a gap"
-    assert len(cache.index(recipe)) < keys
+        cache.add_plan(encoding, number, plan.units, cache.table(plan.table))
+    assert Paths.plans(encoding) in repair_documents(cache)
+    assert len(cache.plans(encoding)) == (2 if number == 0 else 1), "an empty plan keeps the numbers without a gap"
+    assert len(cache.index(encoding)) < keys
     with pytest.raises(IntegrityError):
         list(garbage.unneeded(cache))
     synthetic.add(of, "one", synthetic.pictures(4))
-    assert len(cache.index(recipe)) == keys and not list(contradictions(Cache(cache.root)))
+    assert len(cache.index(encoding)) == keys and not list(contradictions(Cache(cache.root)))
 
 
 @pytest.mark.parametrize("how", ["lost", "flipped"])
@@ -314,7 +316,8 @@ def test_a_table_that_is_lost_with_its_copy_is_named_and_encode_makes_it_again(
 
 
 def test_another_intact_document_in_place_of_any_is_noticed_and_replaced(tmp_path: Path) -> None:
-    """Except for units of one id, which real recipes do not share, and recipes of one kind, which are made again."""
+    """Except for units of one id, which real encodings do not share, and encodings of one kind, which are made
+    again."""
     cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 1})
     names = [*(name for name, _ in copies.documents(cache.files)), Paths.FORMAT]
     data = {name: cache.files.read(name) for name in names}
@@ -354,11 +357,11 @@ def test_only_the_last_scan_stays_without_its_table(tmp_path: Path) -> None:
 
 
 def test_a_merged_table_is_made_again_from_its_shards(tiny: Cache) -> None:
-    recipe = tiny.recipes("text")[0].name
-    name = tiny.files.document(Paths.segment(recipe, 0))["table"]
+    encoding = tiny.encodings("text")[0].name
+    name = tiny.files.document(Paths.segment(encoding, 0))["table"]
     (tiny.root / Paths.table(name, "arrow")).unlink()
-    assert repair.repair_table(tiny, recipe, 0, name) and tiny.files.mapped(Paths.table(name, "arrow"), name)
-    assert not repair.repair_table(tiny, recipe, 0, "0" * 32)
+    assert repair.repair_table(tiny, encoding, 0, name) and tiny.files.mapped(Paths.table(name, "arrow"), name)
+    assert not repair.repair_table(tiny, encoding, 0, "0" * 32)
 
 
 def test_an_older_scan_or_name_that_is_lost_says_what_its_successor_says(config: Config) -> None:
@@ -488,8 +491,8 @@ def test_what_verify_has_found_is_printed_before_it_ends(
     [
         "segments/latent-*/00000000.json",
         "segments/text-*/00000000.json",
-        "recipes/latent-*.json",
-        "recipes/text-*.json",
+        "encodings/latent-*.json",
+        "encodings/text-*.json",
         "plans/latent-*/00000000.json",
         "snapshots/*.json",
         "names/latest/*.json",
@@ -502,43 +505,43 @@ def test_a_lost_document_contradicts_what_it_named(tiny: Cache, pattern: str) ->
 
 
 @pytest.mark.parametrize("left", ["plans", "units", "segments", "shards"])
-def test_a_recipe_is_missed_by_whatever_is_left_of_it(tmp_path: Path, left: str) -> None:
+def test_an_encoding_is_missed_by_whatever_is_left_of_it(tmp_path: Path, left: str) -> None:
     cache = tiny_cache.build(tmp_path / "tiny")
-    recipe = cache.recipes("latent")[0].name
+    encoding = cache.encodings("latent")[0].name
     for folder in {"plans", "units", "segments", "shards"} - {left}:
-        lose_all(cache, folder, recipe)
-    lose(cache.root, Paths.recipe(recipe))
-    assert Paths.recipe(recipe) in [finding.path for finding in contradictions(cache)]
+        lose_all(cache, folder, encoding)
+    lose(cache.root, Paths.encoding(encoding))
+    assert Paths.encoding(encoding) in [finding.path for finding in contradictions(cache)]
 
 
-def test_a_gap_in_the_plans_of_a_recipe_is_named(tmp_path: Path) -> None:
+def test_a_gap_in_the_plans_of_an_encoding_is_named(tmp_path: Path) -> None:
     of = synthetic.config(tmp_path / "cache")
     for count in (2, 4, 6):
         cache = synthetic.add(of, "one", synthetic.pictures(count))
-    recipe = cache.recipes("latent")[0].name
-    assert cache.files.numbers(Paths.plans(recipe)) == [0, 1, 2]
-    lose(cache.root, Paths.numbered(Paths.plans(recipe), 1))
-    assert [finding.path for finding in contradictions(cache)] == [Paths.plans(recipe)]
+    encoding = cache.encodings("latent")[0].name
+    assert cache.files.numbers(Paths.plans(encoding)) == [0, 1, 2]
+    lose(cache.root, Paths.numbered(Paths.plans(encoding), 1))
+    assert [finding.path for finding in contradictions(cache)] == [Paths.plans(encoding)]
 
 
 def test_a_commit_that_its_plan_does_not_list_is_a_contradiction(tiny: Cache) -> None:
-    recipe = tiny.recipes("text")[0].name
-    plan = tiny.plan(recipe, 0)
+    encoding = tiny.encodings("text")[0].name
+    plan = tiny.plan(encoding, 0)
     listed = publish(tiny.files, Units.table_of(plan.units[1:])).values()
-    lose(tiny.root, Paths.numbered(Paths.plans(recipe), 0))
+    lose(tiny.root, Paths.numbered(Paths.plans(encoding), 0))
     tiny.files.put(
-        Paths.numbered(Paths.plans(recipe), 0),
-        layout.seal({"recipe": recipe, "number": 0, "table": plan.table, "units": listed}),
+        Paths.numbered(Paths.plans(encoding), 0),
+        layout.seal({"encoding": encoding, "number": 0, "table": plan.table, "units": listed}),
     )
     [finding] = contradictions(tiny)
-    assert finding.path == Paths.numbered(Paths.plans(recipe), 0) and finding.unit == plan.units[0].unit
+    assert finding.path == Paths.numbered(Paths.plans(encoding), 0) and finding.unit == plan.units[0].unit
 
 
 def test_a_shard_in_the_folder_of_another_counts_too(tiny: Cache) -> None:
-    recipe = tiny.recipes("latent")[0].name
-    lose(tiny.root, Paths.segment(recipe, 0))
+    encoding = tiny.encodings("latent")[0].name
+    lose(tiny.root, Paths.segment(encoding, 0))
     before = {finding.path for finding in contradictions(tiny)}
-    [first, *_] = sorted(tiny.root.glob(f"shards/{recipe}/*/*.tar"))
+    [first, *_] = sorted(tiny.root.glob(f"shards/{encoding}/*/*.tar"))
     moved = first.rename(first.parent.parent / first.name)
     old, new = (path.relative_to(tiny.root).as_posix() for path in (first, moved))
     assert {finding.path for finding in contradictions(tiny)} == before - {old} | {new}
@@ -547,14 +550,14 @@ def test_a_shard_in_the_folder_of_another_counts_too(tiny: Cache) -> None:
 def test_units_that_are_committed_while_documents_are_read_contradict_nothing(
     tiny: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, real = tiny.recipes("latent")[0].name, Cache.plans
-    commits = index.commits(tiny.files, recipe, 0)
-    lose(tiny.root, Paths.segment(recipe, 0))
+    encoding, real = tiny.encodings("latent")[0].name, Cache.plans
+    commits = index.commits(tiny.files, encoding, 0)
+    lose(tiny.root, Paths.segment(encoding, 0))
     assert len(list(contradictions(tiny))) == len(commits)
 
-    def plans(cache: Cache, of: str) -> list[WorkPlan]:
+    def plans(cache: Cache, of: str) -> list[WorkList]:
         for commit in commits:
-            index.publish_commit(cache.files, recipe, 0, commit)
+            index.publish_commit(cache.files, encoding, 0, commit)
         return real(cache, of)
 
     monkeypatch.setattr(Cache, "plans", plans)
@@ -672,10 +675,10 @@ def test_a_damaged_record_table_of_a_pack_is_read_out_of_its_shard(tmp_path: Pat
 
 def test_what_a_crash_leaves_contradicts_nothing_once_the_work_is_finished(tiny: Cache) -> None:
     """A shard of a committed unit, and bytes that are no shard; a shard of a unit that is not committed does."""
-    recipe = tiny.recipes("latent")[0].name
+    encoding = tiny.encodings("latent")[0].name
     unit = b'"unit":"' + b"0" * 31
-    [first, *_] = [path for path in tiny.root.glob(f"shards/{recipe}/*/*.tar") if unit in path.read_bytes()]
-    left = tiny.root / Paths.shard(recipe, "0" * 32)
+    [first, *_] = [path for path in tiny.root.glob(f"shards/{encoding}/*/*.tar") if unit in path.read_bytes()]
+    left = tiny.root / Paths.shard(encoding, "0" * 32)
     left.parent.mkdir(exist_ok=True)
     before = content(tiny.root)
     for data in (first.read_bytes(), b"never committed", b""):
@@ -688,10 +691,10 @@ def test_what_a_crash_leaves_contradicts_nothing_once_the_work_is_finished(tiny:
     assert not list(contradictions(tiny)), "other shards have its records"
     first.unlink()
     [finding] = contradictions(Cache(tiny.root))
-    assert finding.path == Paths.shard(recipe, "0" * 32)
+    assert finding.path == Paths.shard(encoding, "0" * 32)
 
 
-@pytest.mark.parametrize("folder", ["recipes", "sources", "plans", "units", "segments", "names", "prompts"])
+@pytest.mark.parametrize("folder", ["encodings", "sources", "plans", "units", "segments", "names", "prompts"])
 def test_an_intact_document_of_another_kind_is_none_of_a_folder(tmp_path: Path, folder: str) -> None:
     """Swapped files; this was found as a KeyError in `bucket`."""
     data = layout.seal({"what": "sana-pipe cache; see cache_layout.md"})
@@ -704,7 +707,7 @@ def test_an_intact_document_of_another_kind_is_none_of_a_folder(tmp_path: Path, 
 
 
 def test_a_document_that_does_not_say_whose_it_is_is_another(config: Config) -> None:
-    keys = {"sources": "source", "plans": "recipe", "segments": "plan", "names": "name", "prompts": "name"}
+    keys = {"sources": "source", "plans": "encoding", "segments": "plan", "names": "name", "prompts": "name"}
     cache, seen = Cache(config.cache), set[str]()
     for name, _ in copies.documents(cache.files):
         folder, body = name.partition("/")[0], cache.files.document(name)

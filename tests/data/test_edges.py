@@ -16,7 +16,7 @@ import torch
 import stages.bucket
 from pipeline.base.errors import UserError
 from pipeline.data.cache import codec, index, layout, shard
-from pipeline.data.cache.cache import Cache, Unit, WorkPlan
+from pipeline.data.cache.cache import Cache, Unit, WorkList
 from pipeline.data.cache.keys import as_keys
 from pipeline.data.cache.scan_table import SCAN
 from pipeline.data.cache.scratch import Scratch
@@ -28,7 +28,7 @@ from pipeline.data.encoding.config import EncodeConfig
 from pipeline.data.encoding.last_scan import unchanged_row
 from pipeline.data.encoding.scan import check_unique
 from pipeline.data.images import buckets
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.text import TextEncoding
 from pipeline.data.snapshots import join, selection
 from pipeline.data.snapshots.filters import Filter
 from pipeline.data.snapshots.frames import Frame, FrameColumns
@@ -43,7 +43,7 @@ from tests.support.constants import constants, unit_sizes
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
 from tests.support.source_files import listed, make_tar, opened
-from tests.support.synthetic import LATENT, TABLE, Picture, add, config, pictures, text_recipe
+from tests.support.synthetic import LATENT, TABLE, Picture, add, config, pictures, text_encoding
 
 RULE = CaptionRule(DataConfig(caption_scores={"text": "score"}))
 
@@ -267,7 +267,7 @@ def large(keys: list[int], height: int, width: int) -> pa.Table:
     return work(keys).set_column(6, "height", sides[0]).set_column(7, "width", sides[1])
 
 
-def planned(cache: Cache, keys: list[int], images: int = 1024, window: int = 65536) -> list[WorkPlan]:
+def planned(cache: Cache, keys: list[int], images: int = 1024, window: int = 65536) -> list[WorkList]:
     with constants(unit_sizes(images, 512, WINDOW=window)):
         return planning.plan_images(cache, LATENT, work(keys), EncodeConfig())
 
@@ -321,9 +321,9 @@ def test_the_null_record_is_a_unit_and_captions_stand_by_length(tmp_path: Path) 
     rows = [{"key": bytes([n] * 16), "caption": text} for n, text in enumerate(texts)]
     work = pa.Table.from_pylist(rows, schema=planning.CAPTIONS)
     cache = Cache(tmp_path, create=True)
-    recipe = TextRecipe(weights="w", width=6)
+    encoding = TextEncoding(weights="w", width=6)
     with constants(unit_sizes(1024, 3)):
-        [plan] = planning.plan_captions(cache, recipe, work, EncodeConfig())
+        [plan] = planning.plan_captions(cache, encoding, work, EncodeConfig())
     captions = cache.table(plan.table).column("caption").to_pylist()
     units = [captions[unit.start : unit.start + unit.count] for unit in plan.units]
     assert units == [[None], ["", "a", "ccc"], ["bb"]]
@@ -392,8 +392,8 @@ def test_captions_are_halved_batch_by_batch(tmp_path: Path) -> None:
         {"key": pa.array([bytes([i] * 16) for i in range(8)], pa.binary(16)), "caption": ["long"] * 4 + ["a"] * 4}
     )
     limits, unit = unit_records.Limits(), Unit("u", 0, 8, 4)
-    recipe = text_recipe(config(tmp_path / "cache"))
-    made = list(unit_records.caption_records(recipe, unit, rows, Encoder(), limits=limits))  # type: ignore[arg-type]
+    encoding = text_encoding(config(tmp_path / "cache"))
+    made = list(unit_records.caption_records(encoding, unit, rows, Encoder(), limits=limits))  # type: ignore[arg-type]
     assert [len(records) for records, _ in made] == [4, 4]
     assert calls == [4, 2, 2, 4] and limits.halved == 1
 
@@ -421,7 +421,7 @@ def test_the_batch_that_fits_is_searched_once_per_size_of_picture() -> None:
 
 
 def test_every_unit_is_some_tasks_and_stays_it() -> None:
-    todo = [(WorkPlan("r", 0, (), ""), Unit(f"{n * 2654435761 % 2**32:08x}", 0, 1, 1)) for n in range(50)]
+    todo = [(WorkList("r", 0, (), ""), Unit(f"{n * 2654435761 % 2**32:08x}", 0, 1, 1)) for n in range(50)]
     shares = [[item for item in todo if engine.in_share(item[1].unit, task, 3)] for task in range(3)]
     assert sorted(unit.unit for part in shares for _, unit in part) == sorted(unit.unit for _, unit in todo)
     assert [sum(engine.in_share(unit.unit, task, 3) for task in range(3)) for _, unit in todo] == [1] * 50
@@ -620,7 +620,7 @@ def test_a_sample_that_lacks_one_of_two_captions_stays_and_is_counted(
 
 def test_the_reject_of_a_second_caption_is_the_reason_where_the_first_is_absent(tmp_path: Path) -> None:
     of = config(tmp_path / "cache")
-    cache, text = add(of, "one", pictures(2)), text_recipe(of)
+    cache, text = add(of, "one", pictures(2)), text_encoding(of)
     key, plan = text.key("bad"), len(cache.plans(text.name))
     cache.add_plan(text.name, plan, [Unit("ff", 0, 1, 1)], pa.table({"key": pa.array([key], pa.binary(16))}))
     reject = index.RecordReject(key.hex(), "bad", "not finite")

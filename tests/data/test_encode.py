@@ -34,7 +34,7 @@ from pipeline.data.encoders import vae as encoders
 from pipeline.data.encoders.frozen import NonFiniteOutputError
 from pipeline.data.encoders.text import TextEncoder
 from pipeline.data.images import vips_decoder
-from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.sources import caption_rules
 from pipeline.data.sources.folder import FolderSource
 from tests.support import tiny_models
@@ -120,7 +120,7 @@ def test_a_later_run_reads_a_source_as_it_was_read(
 
 
 def test_another_mixture_of_captions_encodes_the_new_ones_alone(tmp_path: Path, make_config: MakeConfig) -> None:
-    """Long captions first, short ones beside them in a later round: two snapshots of one source."""
+    """Long captions first, short ones next to them in a later round: two snapshots of one source."""
     (tmp_path / "pictures").mkdir()
     for seed in range(2):
         picture(tmp_path / "pictures" / f"{seed}.png", seed)
@@ -167,7 +167,7 @@ def test_a_scan_without_items_says_nothing_about_the_data_set(start: Config, sou
     assert len(cache.table(cache.last_scan("photos")["table"])) == len(cache.table(last["table"]))  # type: ignore[index]
 
 
-def test_other_weights_are_another_recipe_and_delete_nothing(
+def test_other_weights_are_another_encoding_and_delete_nothing(
     start: Config, source: Path, tiny_repo: Path, tmp_path: Path, make_config: MakeConfig
 ) -> None:
     from safetensors.torch import load_file, save_file
@@ -183,7 +183,7 @@ def test_other_weights_are_another_recipe_and_delete_nothing(
     done = stages.encode.run(config, data=str(source))
     assert (done["images"], done["captions"]) == (12, 0)
     assert all(files(Path(start.cache))[name] == data for name, data in before.items())
-    moved = Path(shutil.move(other, tmp_path / "moved"))  # a moved model folder is the same recipe
+    moved = Path(shutil.move(other, tmp_path / "moved"))  # a moved model folder is the same encoding
     done = stages.encode.run(make_config(tmp_path, f"vae.id={moved}"), data=str(source))
     assert done["images"] == 0
 
@@ -232,8 +232,8 @@ def test_one_edit_after_another_encodes_exactly_what_it_concerns_and_deletes_not
         return {
             (kind, key_bytes(key))
             for kind in ("latent", "text")
-            for recipe in cache.recipes(kind)
-            for key in cache.index(recipe.name).keys
+            for encoding in cache.encodings(kind)
+            for key in cache.index(encoding.name).keys
         }
 
     def planned(root: Path, keys: set[bytes]) -> set[str]:
@@ -241,8 +241,8 @@ def test_one_edit_after_another_encodes_exactly_what_it_concerns_and_deletes_not
         cache = Cache(root)
         result = set()
         for kind, column in (("latent", "item"), ("text", "caption")):
-            for recipe in cache.recipes(kind):
-                for plan in cache.plans(recipe.name):
+            for encoding in cache.encodings(kind):
+                for plan in cache.plans(encoding.name):
                     table = cache.table(plan.table)
                     pairs = zip(table.column("key").to_pylist(), table.column(column).to_pylist(), strict=True)
                     result |= {str(name) for key, name in pairs if key in keys}
@@ -265,7 +265,7 @@ def test_one_edit_after_another_encodes_exactly_what_it_concerns_and_deletes_not
     latents, texts, _ = run(**{"text.instruction": "'Describe: '"})
     assert (latents, len(texts)) == (set(), 13)
 
-    assert run(**{"vae.revision": "second"}) == (set(), set(), set()), "equal weights are the same recipe"
+    assert run(**{"vae.revision": "second"}) == (set(), set(), set()), "equal weights are the same encoding"
     latents, texts, names = run(**{"vae.id": str(tiny_models.build(tmp_path / "other", seed=1))})
     assert (len(latents), texts) == (12, set())
     assert path.name in names
@@ -292,13 +292,13 @@ def test_equal_weights_under_another_name_use_the_records_that_are_there(
     done = stages.encode.run(config("owner/sana", "first"), data=str(source))
     assert (done["images"], done["captions"]) == (12, 13)
     cache = Cache(tmp_path / "cache")
-    [old] = cache.recipes("latent")
+    [old] = cache.encodings("latent")
     for again in (config(str(tiny_repo)), config("owner/sana", "second"), config("mirror/sana-1.1", "first")):
         done = stages.encode.run(again, data=str(source))
         assert (done["images"], done["captions"]) == (0, 0)
         stages.bucket.run(again)
-    assert [recipe.name for recipe in cache.recipes("latent")] == [old.name]
-    assert cache.open_snapshot().recipe(LatentRecipe) == old
+    assert [encoding.name for encoding in cache.encodings("latent")] == [old.name]
+    assert cache.open_snapshot().encoding(LatentEncoding) == old
     damaged = next(path for path in (tmp_path / "cache").glob("shards/latent-*/*/*.tar"))
     whole = damaged.read_bytes()
     damaged.chmod(0o644)
@@ -364,7 +364,7 @@ def test_policies_reject_by_name_and_can_be_lifted(source: Path, make_config: Ma
     assert (done["images"], done["rejects"]) == (1, 0)
     done = stages.encode.run(make_config(tmp_path, *strict), data=str(source))  # what is there is not taken away
     assert (done["images"], done["rejects"]) == (0, 2)
-    assert len(Cache(tmp_path / "cache").index(Cache(tmp_path / "cache").recipes("latent")[0].name)) == 14
+    assert len(Cache(tmp_path / "cache").index(Cache(tmp_path / "cache").encodings("latent")[0].name)) == 14
 
 
 def test_a_raised_pixel_limit_is_noticed(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_a_raised_pixel_limit_is_noticed(source: Path, make_config: MakeConfig, 
     assert (done["images"], done["rejects"]) == (1, 0)
 
 
-def test_the_decoder_is_part_of_the_recipe(
+def test_the_decoder_is_part_of_the_encoding(
     source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if vips_decoder.why_not() is not None:
@@ -384,7 +384,7 @@ def test_the_decoder_is_part_of_the_recipe(
         return stages.encode.run(make_config(tmp_path, *overrides), data=str(source))["images"]
 
     def known() -> set[str]:
-        return {recipe.values()["decoder"] for recipe in Cache(tmp_path / "cache").recipes("latent")}
+        return {encoding.values()["decoder"] for encoding in Cache(tmp_path / "cache").encodings("latent")}
 
     assert run("data.decoder=pillow") == 12
     assert run() == 0  # auto stays with what there is
@@ -450,18 +450,18 @@ def test_a_source_of_which_much_is_missing_is_left_as_it_was(
     assert away[0].name in str(refused.value) and "encode.max_shrink=1" in str(refused.value.fix)
     assert Cache(start.cache).last_scan("photos") == before
     done = stages.encode.run(make_config(tmp_path, "encode.max_shrink=0.25"), data=str(source))
-    assert (done["items"], done["gone"]) == (9, 3)
+    assert (done["items"], done["missing"]) == (9, 3)
     for path in away:
         path.with_suffix(".gone").rename(path)
     done = stages.encode.run(start, data=str(source))
-    assert (done["gone"], done["new"]["images"], done["reused"]["images"]) == (0, 0, 12)
+    assert (done["missing"], done["new"]["images"], done["reused"]["images"]) == (0, 0, 12)
     for path in list(source.iterdir()):  # other names are no loss
         path.rename(path.with_name("new-" + path.name))
-    assert stages.encode.run(start, data=str(source))["gone"] == 0
+    assert stages.encode.run(start, data=str(source))["missing"] == 0
     # nor is what a setting leaves out
     strict = make_config(tmp_path, "data.min_side=500", "encode.max_reject_rate=0.1")
     done = stages.encode.run(strict, data=str(source))
-    assert done["gone"] == 0 and 2 < done["rejects"] < 12
+    assert done["missing"] == 0 and 2 < done["rejects"] < 12
     with pytest.raises(RejectRateError, match="12 of 12"):
         stages.encode.run(make_config(tmp_path, "data.min_side=50000"), data=str(source))
 
@@ -523,7 +523,7 @@ def test_a_run_says_what_is_new_and_one_with_nothing_to_do_is_a_line(
     assert len(planned) == 1
     assert (done["images"], done["captions"]) == (0, 0)
     (source / "more.png").unlink()
-    assert stages.encode.run(start, data=str(source))["gone"] == 1
+    assert stages.encode.run(start, data=str(source))["missing"] == 1
     assert "1 missing" in capsys.readouterr().out
 
 
@@ -634,8 +634,8 @@ def test_pictures_that_moved_inside_a_tar_after_a_killed_run_are_encoded_by_the_
 
 def test_claims_of_finished_units_are_swept(start: Config, source: Path) -> None:
     cache = Cache(start.cache)
-    for recipe in (recipe.name for kind in ("latent", "text") for recipe in cache.recipes(kind)):
-        cache.files.put(layout.Paths.claim(recipe, 0, cache.plan(recipe, 0).units[0].unit), b"{}\n")
+    for encoding in (encoding.name for kind in ("latent", "text") for encoding in cache.encodings(kind)):
+        cache.files.put(layout.Paths.claim(encoding, 0, cache.plan(encoding, 0).units[0].unit), b"{}\n")
     stages.encode.run(start, data=str(source))
     assert not list(cache.files.walk("claims"))
 
@@ -652,7 +652,7 @@ def test_units_left_of_the_plan_for_renamed_pictures_are_counted(
     picture(source / "new.png", 1)
     monkeypatch.setitem(stages.encode.ENGINES, "local", engine)
     monkeypatch.setattr(
-        stages.encode.planning, "retryable_at_another_place", lambda cache, recipe, work_of: work_of([])
+        stages.encode.planning, "retryable_at_another_place", lambda cache, encoding, work_of: work_of([])
     )
     done = stages.encode.run(start, data=str(source))
     assert (done["captions"], done["images"], done["left"]) == (2, 4, 9)
@@ -812,18 +812,18 @@ def test_bucketing_again_makes_no_new_snapshot(start: Config, source: Path) -> N
 
 def test_only_the_commit_makes_a_shard_visible(start: Config) -> None:
     cache = Cache(start.cache)
-    recipe = cache.recipes("latent")[0].name
-    units = cache.files.path(f"units/{recipe}/00000000")
-    cache.files.remove(layout.Paths.segment(recipe, 0))
-    assert len(cache.index(recipe)) == 12
+    encoding = cache.encodings("latent")[0].name
+    units = cache.files.path(f"units/{encoding}/00000000")
+    cache.files.remove(layout.Paths.segment(encoding, 0))
+    assert len(cache.index(encoding)) == 12
     victim = next(units.glob("*/*.json"))
     lost = index.Commit.from_body(layout.unseal(victim.read_bytes(), "x")).records
     cache.files.remove(victim.relative_to(cache.files.root).as_posix())
-    assert len(cache.index(recipe)) == 12 - lost
+    assert len(cache.index(encoding)) == 12 - lost
 
 
 @pytest.mark.parametrize("setting", [pytest.param("vae.dtype=bf16", marks=pytest.mark.slow), "vae.dtype=tf32"])
-def test_another_arithmetic_of_the_vae_prints_its_error_and_is_another_recipe(
+def test_another_arithmetic_of_the_vae_prints_its_error_and_is_another_encoding(
     start: Config,
     source: Path,
     make_config: MakeConfig,
@@ -849,7 +849,7 @@ def test_another_arithmetic_of_the_vae_prints_its_error_and_is_another_recipe(
     percent = float(line.partition("fp32 by ")[2].partition(" %")[0])
     assert (0.01 < percent < 5) if setting == "vae.dtype=bf16" else percent < 0.2
     assert loads[:2] == [False, True] and not any(loads[2:])
-    names = [Cache(config.cache).recipes("latent")[0].name for config in (plain, other)]
+    names = [Cache(config.cache).encodings("latent")[0].name for config in (plain, other)]
     assert names[0] != names[1]
     stages.encode.run(other, data=str(source))
     assert "relative L2" not in capsys.readouterr().out, "nothing new to encode"
@@ -897,19 +897,19 @@ def test_out_of_memory_halves_the_batch_and_says_so(
     assert stages.encode.run(small, data=str(source))["images"] == 16
     assert max(sizes) == 4
     cache, truth = Cache(small.cache), Cache(whole.cache)
-    recipe = cache.recipes("latent")[0].name
-    result = index.commits(cache.files, recipe, 0)
+    encoding = cache.encodings("latent")[0].name
+    result = index.commits(cache.files, encoding, 0)
     assert all(commit.provenance["halved_batches"] > 0 for commit in result if commit.records > 1)
-    for ours, theirs in zip(result, index.commits(truth.files, recipe, 0), strict=True):
+    for ours, theirs in zip(result, index.commits(truth.files, encoding, 0), strict=True):
         one, two = (
             [
-                bf16(audit.payload(shard.ShardReader(c.files, recipe), recipe, commit.shard or "", row)).float()
+                bf16(audit.payload(shard.ShardReader(c.files, encoding), encoding, commit.shard or "", row)).float()
                 for row in audit.record_rows(c, commit)
             ]
             for c, commit in ((cache, ours), (truth, theirs))
         )
         assert all(float((a - b).norm() / b.norm()) < 1e-2 for a, b in zip(one, two, strict=True))
-    assert not any("halved_batches" in c.provenance for c in index.commits(truth.files, recipe, 0))
+    assert not any("halved_batches" in c.provenance for c in index.commits(truth.files, encoding, 0))
 
     monkeypatch.setattr(
         encoders.LatentEncoder, "encode", lambda self, images: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA"))
@@ -919,7 +919,7 @@ def test_out_of_memory_halves_the_batch_and_says_so(
     monkeypatch.setattr(encoders.LatentEncoder, "encode", real)
     after = make_config(tmp_path / "after")
     stages.encode.run(after, data=str(source))
-    commits = index.commits(Cache(after.cache).files, recipe, 0)
+    commits = index.commits(Cache(after.cache).files, encoding, 0)
     assert commits and not any("halved_batches" in commit.provenance for commit in commits), "those of another run"
 
 
@@ -938,7 +938,7 @@ def test_a_unit_that_fits_after_a_halved_one_counts_no_halving(
     config = make_config(tmp_path)
     stages.encode.run(config, data=str(source))
     cache = Cache(config.cache)
-    result = index.commits(cache.files, cache.recipes("latent")[0].name, 0)
+    result = index.commits(cache.files, cache.encodings("latent")[0].name, 0)
     halved = [commit.provenance["halved_batches"] for commit in result if "halved_batches" in commit.provenance]
     assert len(set(shapes)) > 1 and halved, "other shapes fit"
     assert len(result) - len(halved) == len(set(shapes)) - 1

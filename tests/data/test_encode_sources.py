@@ -28,7 +28,7 @@ from pipeline.data.encoding import plan as planning
 from pipeline.data.encoding import scan as scanning
 from pipeline.data.encoding import unit_records
 from pipeline.data.encoding.fragments import Fragments
-from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.sources.source import Place
 from pipeline.data.sources.tars import TarSource
 from tests.support.http_server import serve
@@ -288,7 +288,7 @@ def test_an_unchanged_tar_is_not_listed_again_and_its_bytes_are_found(
     tars = Path(shutil.copytree(pictures / "tars", tmp_path / "tars"))
     config = make_config(tmp_path)
     stages.encode.run(config, data=str(tars))
-    shutil.rmtree(Path(config.cache) / "shards")  # the records are lost, the scan is not: another recipe, in effect
+    shutil.rmtree(Path(config.cache) / "shards")  # the records are lost, the scan is not: another encoding, in effect
     for folder in ("plans", "units", "segments"):
         shutil.rmtree(Path(config.cache) / folder)
     listed: list[str] = []
@@ -374,16 +374,16 @@ def test_a_unit_of_remote_tars_is_read_by_one_request_a_tar(
     cache = Cache(config.cache)
     body = cache.last_scan("tars")
     assert body is not None
-    recipe = cache.recipe(body["recipes"]["latent"])
-    assert isinstance(recipe, LatentRecipe)
-    (plan,) = cache.plans(recipe.name)
+    encoding = cache.encoding(body["encodings"]["latent"])
+    assert isinstance(encoding, LatentEncoding)
+    (plan,) = cache.plans(encoding.name)
     read = 0
     for unit in plan.units:
         source = scanning.reopen(cache, "tars", config.data)
         here.ranges.clear()
         rows = cache.unit_rows(plan, unit)
         for records, rejects in unit_records.image_records(
-            recipe, unit, rows, {"tars": source}, Flat(), max_pixels=10**7, workers=2
+            encoding, unit, rows, {"tars": source}, Flat(), max_pixels=10**7, workers=2
         ):
             assert not rejects
             read += len(records)

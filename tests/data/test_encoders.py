@@ -1,4 +1,4 @@
-"""The encoders against diffusers' own pipeline, and the recipes that are read from files."""
+"""The encoders against diffusers' own pipeline, and the encodings that are read from files."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def test_another_decoder_of_the_same_latents_takes_the_place_of_the_vaes(
 
     path = other_decoder(folder, kind)
     config = VaeConfig(id=str(folder), decoder=str(path))
-    assert encoders.describe_vae(config) == encoders.describe_vae(VaeConfig(id=str(folder))), "the same recipe"
+    assert encoders.describe_vae(config) == encoders.describe_vae(VaeConfig(id=str(folder))), "the same encoding"
     latents = from_bits(encoders.LatentEncoder.load(config, "cpu").encode(images)).float()
     decoder = encoders.LatentDecoder.load(config, "cpu")
     assert {name.split(".")[0] for name, _ in decoder.model.named_parameters()} == {"decoder"}
@@ -404,7 +404,7 @@ class Spoil(torch.nn.Module):
         return x
 
 
-# ---------------------------------------------------------------- recipes
+# ---------------------------------------------------------------- encodings
 
 
 def describe(folder: Path) -> tuple[dict, dict]:
@@ -420,7 +420,7 @@ def change(path: Path, name: str) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def test_recipe_fields(folder: Path) -> None:
+def test_encoding_fields(folder: Path) -> None:
     vae, text = describe(folder)
     saved = json.loads((folder / "vae" / "config.json").read_text())
     assert vae == {
@@ -446,7 +446,7 @@ def test_recipe_fields(folder: Path) -> None:
     json.dumps((vae, text), allow_nan=False)
 
 
-def test_a_moved_or_resharded_model_is_the_same_recipe(folder: Path, tmp_path: Path) -> None:
+def test_a_moved_or_resharded_model_is_the_same_encoding(folder: Path, tmp_path: Path) -> None:
     from diffusers import AutoencoderDC
     from transformers import AutoTokenizer, Gemma2Model
 
@@ -460,7 +460,7 @@ def test_a_moved_or_resharded_model_is_the_same_recipe(folder: Path, tmp_path: P
     assert describe(tmp_path / "new") == describe(folder)
 
 
-def test_what_changes_a_value_changes_the_recipe_and_nothing_else_does(folder: Path, tmp_path: Path) -> None:
+def test_what_changes_a_value_changes_the_encoding_and_nothing_else_does(folder: Path, tmp_path: Path) -> None:
     before = describe(folder)
 
     def after(name: str, edit) -> tuple[dict, dict]:

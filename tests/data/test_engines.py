@@ -27,7 +27,7 @@ from pipeline.base import retrying
 from pipeline.base.errors import NoSpaceError, UserError
 from pipeline.config import Config, dump, load
 from pipeline.data.cache import index, layout
-from pipeline.data.cache.cache import Cache, Unit, WorkPlan
+from pipeline.data.cache.cache import Cache, Unit, WorkList
 from pipeline.data.cache.layout import Paths
 from pipeline.data.encoding.config import EncodeConfig
 from pipeline.data.work import claims, engine, ray_engine
@@ -113,9 +113,9 @@ def test_a_unit_of_a_living_owner_is_left_to_it(cache: Cache, todo: engine.Work)
     owner = other_machine(cache)
     owner.stale_s = 0.6
     plan, unit = todo[3]
-    assert owner.take(plan.recipe, plan.number, unit.unit) == "ours"
+    assert owner.take(plan.encoding, plan.number, unit.unit) == "ours"
     maker = Maker(cache)
-    with owner.heartbeat(plan.recipe, plan.number, unit.unit):
+    with owner.heartbeat(plan.encoding, plan.number, unit.unit):
         began = time.monotonic()
         assert here(maker, todo, stale_s=60) == (0, 1)
     assert time.monotonic() - began < 20, "it waited for more than a sign of life"
@@ -125,7 +125,7 @@ def test_a_unit_of_a_living_owner_is_left_to_it(cache: Cache, todo: engine.Work)
 
 def test_a_unit_of_a_lost_owner_is_taken_over(cache: Cache, todo: engine.Work) -> None:
     plan, unit = todo[0]
-    other_machine(cache).take(plan.recipe, plan.number, unit.unit)
+    other_machine(cache).take(plan.encoding, plan.number, unit.unit)
     maker = Maker(cache)
     began = time.monotonic()
     assert here(maker, todo, stale_s=1) == (0, 0)
@@ -141,7 +141,7 @@ def test_a_unit_committed_while_it_was_claimed_is_not_done_again(cache: Cache, t
 
     def commits_meanwhile(this: Unit, progress: Callable[[int, int], None]) -> None:
         assert this.unit != unit.unit
-        index.publish_commit(cache.files, plan.recipe, plan.number, late)
+        index.publish_commit(cache.files, plan.encoding, plan.number, late)
 
     assert here(Maker(cache, commits_meanwhile), todo) == (0, 0)
 
@@ -149,24 +149,24 @@ def test_a_unit_committed_while_it_was_claimed_is_not_done_again(cache: Cache, t
 def test_claims_of_committed_units_are_swept(cache: Cache, todo: engine.Work) -> None:
     plan, unit = todo[0]
     owner = other_machine(cache)
-    owner.take(plan.recipe, plan.number, unit.unit)
-    owner.take(plan.recipe, plan.number, todo[1][1].unit)
-    index.publish_commit(cache.files, plan.recipe, plan.number, index.Commit(unit.unit, None, 0, 0, None, (), {}))
+    owner.take(plan.encoding, plan.number, unit.unit)
+    owner.take(plan.encoding, plan.number, todo[1][1].unit)
+    index.publish_commit(cache.files, plan.encoding, plan.number, index.Commit(unit.unit, None, 0, 0, None, (), {}))
     assert claims.sweep(cache, [plan]) == 1
     assert [p.stem for p in claimed(cache)] == [todo[1][1].unit]
 
 
 def test_committed_units_are_swept_plan_by_plan(cache: Cache, todo: engine.Work) -> None:
     plan = todo[0][0]
-    cache.add_plan(plan.recipe, 1, [Unit(layout.digest("other").hex(), 0, 1, 1)], pa.table({"n": [0]}))
-    second = cache.plan(plan.recipe, 1)
+    cache.add_plan(plan.encoding, 1, [Unit(layout.digest("other").hex(), 0, 1, 1)], pa.table({"n": [0]}))
+    second = cache.plan(plan.encoding, 1)
     owner = other_machine(cache)
     for of, unit in [*todo, (second, second.units[0])]:
-        owner.take(of.recipe, of.number, unit.unit)
-    folder = cache.root / Paths.claims(plan.recipe, plan.number)
+        owner.take(of.encoding, of.number, unit.unit)
+    folder = cache.root / Paths.claims(plan.encoding, plan.number)
     (folder / f"{todo[0][1].unit}.txt").touch()
     for of, unit in [*todo[:3], (second, second.units[0])]:
-        assert index.publish_commit(cache.files, of.recipe, of.number, empty(unit))
+        assert index.publish_commit(cache.files, of.encoding, of.number, empty(unit))
     assert claims.sweep(cache, [plan]) == 3
     assert claims.sweep(cache, [plan, second]) == 1
     left = [f"{todo[0][1].unit}.txt", *(f"{unit.unit}.json" for _, unit in todo[3:])]
@@ -179,17 +179,17 @@ def empty(unit: Unit) -> index.Commit:
 
 def test_missing_units_are_those_without_a_commit(cache: Cache, todo: engine.Work) -> None:
     plan = todo[0][0]
-    segment = cache.root / Paths.segment(plan.recipe, plan.number)
+    segment = cache.root / Paths.segment(plan.encoding, plan.number)
     for _, unit in todo[1:3]:
-        index.publish_commit(cache.files, plan.recipe, plan.number, empty(unit))
+        index.publish_commit(cache.files, plan.encoding, plan.number, empty(unit))
     assert engine.missing_units(cache, [plan]) == [todo[0], *todo[3:]]
     assert [engine.is_done(cache, plan, unit) for _, unit in todo] == [False, True, True, *[False] * 5]
     assert not segment.exists()
     for _, unit in [todo[0], *todo[3:]]:
-        index.publish_commit(cache.files, plan.recipe, plan.number, empty(unit))
+        index.publish_commit(cache.files, plan.encoding, plan.number, empty(unit))
     assert engine.missing_units(cache, [plan]) == []
     assert segment.exists(), "a finished plan gets its segment"
-    (cache.root / Paths.unit(plan.recipe, plan.number, todo[0][1].unit)).unlink(missing_ok=True)
+    (cache.root / Paths.unit(plan.encoding, plan.number, todo[0][1].unit)).unlink(missing_ok=True)
     assert engine.is_done(cache, plan, todo[0][1])
 
 
@@ -270,7 +270,7 @@ def test_the_bar_expects_what_this_worker_makes(cache: Cache, todo: engine.Work)
     mine = [unit for _, unit in todo if worker.in_my_share(unit.unit)]
     others = [unit for _, unit in todo if not worker.in_my_share(unit.unit)]
     for done in (mine[0], others[0]):
-        index.publish_commit(cache.files, plan.recipe, plan.number, empty(done))
+        index.publish_commit(cache.files, plan.encoding, plan.number, empty(done))
     maker = Maker(cache, hook)
     assert engine.make_units(maker, todo, worker, bar) == (0, 0)
     share = len(mine) - 1
@@ -296,11 +296,11 @@ def test_what_a_full_disk_undid_is_not_counted(cache: Cache, todo: engine.Work) 
 
 def test_records_are_summed_and_what_is_left_is_not_expected(cache: Cache, todo: engine.Work) -> None:
     class Counted(Maker):
-        def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+        def make(self, plan: WorkList, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
             return replace(super().make(plan, unit, progress), records=len(self.done))
 
     owner = other_machine(cache)
-    held = [(plan.recipe, plan.number, unit.unit) for plan, unit in (todo[3], todo[5])]
+    held = [(plan.encoding, plan.number, unit.unit) for plan, unit in (todo[3], todo[5])]
     for work in held:
         owner.take(*work)
     worker = engine.Worker(Claims(cache.files, 60), Stop(0))
@@ -733,7 +733,7 @@ class MeteredMaker(Maker):
 
     meter: Meter
 
-    def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+    def make(self, plan: WorkList, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
         self.meter.tokens += unit.start
         commit = super().make(plan, unit, progress)
         return replace(commit, records=3, rejects=(index.RecordReject("0" * 32, "a.png", "bad"),))
@@ -848,7 +848,7 @@ def test_a_signal_ends_what_ray_runs(cache: Cache, todo: engine.Work, ray: FakeR
     stop = Stop(60)
 
     class Signalled(MeteredMaker):
-        def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+        def make(self, plan: WorkList, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
             stop.note(signal.SIGTERM, None)
             return super().make(plan, unit, progress)
 
@@ -873,7 +873,7 @@ def test_a_ray_task_refuses_another_version_and_reuses_its_maker(
 
     def task(number: int, key: str = "a", version: str = __version__, folder: str = "") -> ray_engine.Done:
         order = ray_engine.WorkerSettings(key, folder or str(tmp_path), version, build)
-        return ray_engine.make_unit(order, plan.recipe, plan.number, todo[number][1].unit)
+        return ray_engine.make_unit(order, plan.encoding, plan.number, todo[number][1].unit)
 
     with pytest.raises(UserError) as caught:
         task(0, version="0")

@@ -21,10 +21,10 @@ import stages.encode
 from pipeline.base.errors import CacheError, NoSpaceError, RejectRateError, UserError
 from pipeline.config import Config, dump
 from pipeline.data.cache import layout, scan_table
-from pipeline.data.cache.cache import Cache, WorkPlan
+from pipeline.data.cache.cache import Cache, WorkList
+from pipeline.data.cache.encodings import Encoding
 from pipeline.data.cache.files import Files
 from pipeline.data.cache.index import RecordReject
-from pipeline.data.cache.recipes import Recipe
 from pipeline.data.encoders import vae as encoders
 from pipeline.data.encoders.text import TextEncoder, count_rows
 from pipeline.data.encoding import estimate, scan_rows, unit_records
@@ -34,10 +34,10 @@ from pipeline.data.encoding.encoder_settings import EncoderSettings
 from pipeline.data.encoding.plan import images_of_batch
 from pipeline.data.encoding.survey import survey
 from pipeline.data.images import buckets
-from pipeline.data.signals import Encoders, PictureSignal, recipes
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.phash import RULE, HashRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals import Encoders, PictureSignal, encodings
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.phash import RULE, HashEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.data.sources import caption_rules
 from pipeline.data.sources.folder import FolderSource
 from pipeline.data.work import disk_space
@@ -92,7 +92,7 @@ def test_bytes_and_counts_come_true(
     done = stages.encode.run(config, data=str(source))
     assert summary["new"] == {noun: done[noun] for noun in ("images", "captions")}
     cache = Cache(config.cache)
-    made = {kind: sum(cache.index(cache.recipes(kind)[0].name).bytes) for kind in ("latent", "text")}
+    made = {kind: sum(cache.index(cache.encodings(kind)[0].name).bytes) for kind in ("latent", "text")}
     shares = 0.15 if storage == "bf16-zstd" else 0.02  # zstd's size is a typical one
     for kind, key in (("latent", "images"), ("text", "captions")):
         assert summary["bytes"][key] == pytest.approx(made[kind], rel=shares)
@@ -246,11 +246,11 @@ def test_the_probe_keeps_to_its_time(
     config = make_config(tmp_path)
     _, opened, reading = stages.encode.opened(config, str(source), None, None)
     models = Encoders(config.vae, config.text)
-    result = survey(opened, reading, None, recipes(models, config.data, config.encode))
+    result = survey(opened, reading, None, encodings(models, config.data, config.encode))
     settings = EncoderSettings(models, config.encode, config.data.max_pixels)
-    speed = estimate.probe(result.work, opened, result.recipes, settings, "cpu", budget_s=0)
+    speed = estimate.probe(result.work, opened, result.encodings, settings, "cpu", budget_s=0)
     assert set(sizes) == {1}
-    assert speed.pixel_s[result.recipes[0]] and speed.token_s and speed.decode_s
+    assert speed.pixel_s[result.encodings[0]] and speed.token_s and speed.decode_s
 
 
 @pytest.mark.parametrize(("cost", "measured", "batches"), [(10.0, (10.0, 1), [1, 1]), (0.1, (0.1, 4), [1, 1, 4, 4])])
@@ -273,7 +273,7 @@ def test_a_batch_that_would_take_too_long_is_measured_by_one_picture(
             clock[0] += cost * len(pictures)
 
     config = make_config(tmp_path)
-    latent = recipes(Encoders(config.vae, config.text), config.data, config.encode)[0]
+    latent = encodings(Encoders(config.vae, config.text), config.data, config.encode)[0]
     folder = FolderSource(source, "text")
     items = [item.place for item in folder.items()]
     encoder: Any = Encoder()
@@ -379,7 +379,7 @@ def test_encode_gives_one_json_object_on_stdout(
 @pytest.mark.parametrize(("decode_s", "bound"), [(1.0, False), (3.0, True)])
 def test_hours_are_the_slower_of_encoder_and_decoding_then_the_text(decode_s: float, bound: bool) -> None:
     shape = (64, 64)
-    latent, hashed = LatentRecipe(), HashRecipe(rule=RULE)
+    latent, hashed = LatentEncoding(), HashEncoding(rule=RULE)
     pictures = {latent: estimate.Pictures(Counter({shape: 4})), hashed: estimate.Pictures(Counter({shape: 2}))}
     work, sizes = estimate.Wanted(pictures=pictures, captions=1), estimate.Sizes({}, 0, tokens=20, sampled=1)
     pixels = shape[0] * shape[1]
@@ -394,7 +394,7 @@ def test_hours_are_the_slower_of_encoder_and_decoding_then_the_text(decode_s: fl
     assert (result["device_hours"], result["decode_bound"]) == (None, False)
 
 
-def _encoded(cache: Cache, recipe: Recipe, plans: list[WorkPlan], shape: tuple[int, ...]) -> None:
+def _encoded(cache: Cache, encoding: Encoding, plans: list[WorkList], shape: tuple[int, ...]) -> None:
     """Of every three records one is made, one cannot be made, and one failed for a temporary cause."""
     for plan, unit in missing_units(cache, plans):
         rows = cache.unit_rows(plan, unit).to_pylist()
@@ -402,12 +402,12 @@ def _encoded(cache: Cache, recipe: Recipe, plans: list[WorkPlan], shape: tuple[i
         made = [unit_records.EncodedRecord(key, np.zeros(shape, np.uint16)) for key in keys[::3]]
         failed = [RecordReject(key.hex(), "?", "is empty") for key in keys[1::3]]
         failed += [RecordReject(key.hex(), "?", "was away", retry=True) for key in keys[2::3]]
-        unit_records.write_unit(cache, recipe, plan, unit, [(made, failed)], lambda good, bad: None)
+        unit_records.write_unit(cache, encoding, plan, unit, [(made, failed)], lambda good, bad: None)
 
 
 def test_the_work_is_what_a_loop_over_all_items_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    latent = LatentRecipe(weights="w", compression=8, channels=2)
-    text = TextRecipe(weights="w", width=3, max_length=9)
+    latent = LatentEncoding(weights="w", compression=8, channels=2)
+    text = TextEncoding(weights="w", width=3, max_length=9)
     table = [(16, 16), (16, 24), (24, 16)]
     rng = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
@@ -426,22 +426,22 @@ def test_the_work_is_what_a_loop_over_all_items_lists(tmp_path: Path, monkeypatc
     half = pa.Table.from_pylist(
         [row for row in rows[:60] if not row["digest"].startswith(scan_rows.UNREAD)], scan_table.SCAN
     )
-    for recipe, work, plan, shape in (
+    for encoding, work, plan, shape in (
         (latent, planning.image_work(half, "s", latent, table), planning.plan_images, (2, 2, 2)),
         (text, planning.caption_work(half, text), planning.plan_captions, (1, 3)),
     ):
-        cache.add_recipe(recipe)
-        _encoded(cache, recipe, plan(cache, recipe, work, EncodeConfig()), shape)  # type: ignore[operator]
+        cache.add_encoding(encoding)
+        _encoded(cache, encoding, plan(cache, encoding, work, EncodeConfig()), shape)  # type: ignore[operator]
 
     expected = {"usable": 0, "unread": 0, "cached": 0, "cached_captions": 0}
     pictures, captions, failed, seen = Counter[tuple[int, int]](), list[str](), 0, set[bytes]()
 
-    def state(recipe: Recipe, key: bytes, cached: str) -> bool:
+    def state(encoding: Encoding, key: bytes, cached: str) -> bool:
         """Whether a record is new; others are counted."""
         nonlocal failed
         once = key not in seen
         seen.add(key)
-        index = cache.index(recipe.name)
+        index = cache.index(encoding.name)
         final = {reject.key for reject in index.rejects if not reject.retry}
         expected[cached] += once and index.has(key)
         failed += once and key.hex() in final

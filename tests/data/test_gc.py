@@ -43,7 +43,7 @@ from pipeline.data.cache.layout import Paths
 from pipeline.data.cache.lost import repair_documents
 from pipeline.data.cache.status import status
 from pipeline.data.loader.inputs import Inputs
-from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.snapshots import opening
 from tests.support import tiny_cache
 from tests.support.damage import flip
@@ -98,7 +98,7 @@ def age(files: Files, *names: str) -> None:
 
 def a_shard(cache: Cache, seed: int = 0, unit: str = f"{0:032x}") -> str:
     """Publish a shard without a commit, of a unit that is committed with another: what a late worker leaves."""
-    latent, _ = tiny_cache.recipes()
+    latent, _ = tiny_cache.encodings()
     values = np.random.default_rng(seed).integers(0, 0x7F80, (2, 2, 2), np.uint16)
     with shard.ShardWriter(cache.files, latent, unit) as writer:
         writer.add(latent.key(bytes(16), 16, 16), values)
@@ -126,7 +126,7 @@ def collect(cache: Cache) -> list[str]:
 
 def test_a_lost_document_is_no_permission(cache: Cache, capsys: pytest.CaptureFixture[str]) -> None:
     config = load("tiny", [f"cache={cache.root}"])
-    for lost in [*cache.root.glob("segments/*/*.json"), *cache.root.glob("recipes/*.json")]:
+    for lost in [*cache.root.glob("segments/*/*.json"), *cache.root.glob("encodings/*.json")]:
         both = [lost, cache.root / "copies" / lost.relative_to(cache.root)]
         data = [path.read_bytes() for path in both]
         for path in both:
@@ -152,17 +152,17 @@ def unneeded_or_contradiction(cache: Cache) -> object:
 @pytest.mark.parametrize("theirs", [f"{0:032x}", "e" * 32], ids=["fork", "other"])
 def test_an_adoption_that_was_stopped_stops_gc_until_its_unit_is_committed(theirs: str, cache: Cache) -> None:
     """The head of an adopted shard names its unit in the other cache. A fork of this cache has units of this one."""
-    recipe = tiny_cache.recipes()[0].name
+    encoding = tiny_cache.encodings()[0].name
     adopted = a_shard(cache, 1, theirs)
-    unit = index.adopted_unit(recipe, Path(adopted).stem)
-    rows = cache.table(cache.plan(recipe, 0).table).slice(0, 1)
-    assert cache.add_plan(recipe, 1, [Unit(unit, 0, 1, 1)], rows)
+    unit = index.adopted_unit(encoding, Path(adopted).stem)
+    rows = cache.table(cache.plan(encoding, 0).table).slice(0, 1)
+    assert cache.add_plan(encoding, 1, [Unit(unit, 0, 1, 1)], rows)
     assert [finding.path for finding in contradictions(cache)] == [adopted]
     repair_documents(cache)
     assert [finding.path for finding in contradictions(cache)] == [adopted]
     ours = a_shard(cache, 2, unit)
     made = Path(ours).stem, cache.files.path(ours).stat().st_size, shard.read_table(cache.files, ours)
-    assert index.publish_commit(cache.files, recipe, 1, index.commit_of(cache.files, unit, made))
+    assert index.publish_commit(cache.files, encoding, 1, index.commit_of(cache.files, unit, made))
     assert not list(contradictions(cache))
     age(cache.files)
     assert collect(cache).count(adopted) == 1
@@ -187,7 +187,7 @@ def test_a_head_that_cannot_be_read_is_no_permission(why: int, cache: Cache, mon
 def test_a_document_that_was_readable_a_moment_ago_is_no_permission(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def plans(cache: Cache, recipe: str) -> object:
+    def plans(cache: Cache, encoding: str) -> object:
         raise CacheError("cannot be read: too many open files")
 
     monkeypatch.setattr(Cache, "plans", plans)
@@ -212,7 +212,7 @@ def test_stray_files_between_the_documents_are_no_documents(stray: str, cache: C
     for folder in folders:
         folder.mkdir(exist_ok=True)
         (folder / stray).write_bytes(b"stray")
-    (cache.root / "units" / tiny_cache.recipes()[0].name / f"{stray}.d").mkdir()
+    (cache.root / "units" / tiny_cache.encodings()[0].name / f"{stray}.d").mkdir()
     assert list(garbage.unneeded(cache)) == [] and list(audit.verify(cache)) == []
     repair_documents(cache)
     counts(cache)
@@ -246,11 +246,11 @@ def test_what_says_nothing_about_a_file_is_no_damage(kind: type[CacheError]) -> 
 
 def test_a_limit_of_this_machine_is_no_fault_of_a_file(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot, files = cache.open_snapshot(), cache.files
-    path = next(entry.name for entry in files.walk("shards/" + snapshot.recipe(LatentRecipe).name))
+    path = next(entry.name for entry in files.walk("shards/" + snapshot.encoding(LatentEncoding).name))
     table = next(entry.name for entry in files.walk("tables"))
     name, row = Path(path).stem, shard.read_table(files, path).to_pylist()[0]
     into = np.empty((row["channels"], row["height"], row["width"]), np.uint16)
-    reader = shard.ShardReader(files, snapshot.recipe(LatentRecipe).name)
+    reader = shard.ShardReader(files, snapshot.encoding(LatentEncoding).name)
     monkeypatch.setattr(scratch, "LIMIT", 0)
 
     def exhausted(*args: object) -> None:
@@ -290,12 +290,12 @@ def test_storage_that_does_not_answer_changes_no_finding(
     the answer is the same, or the command ends."""
     made = tiny_cache.build(tmp_path / "cache", {(16, 16): 1})
     a_shard(made, unit=("e" if lost else "0") * 32)
-    for folder in [f"{top}{name}/{tiny_cache.recipes()[0].name}" for top in ("", "copies/") for name in lost]:
+    for folder in [f"{top}{name}/{tiny_cache.encodings()[0].name}" for top in ("", "copies/") for name in lost]:
         shutil.rmtree(made.root / folder)
     flip(next(made.root.glob("shards/text-*/*/*.tar")), -1)
     head = Paths.snapshot(unnamed(made))
     age(made.files)
-    made.files.freshen(head)
+    made.files.refresh(head)
     expected, real, asked, k = look(Cache(made.root)), retrying.when_reachable, [0], 1
 
     def when_reachable(read: Callable[[], object], *rest: Any) -> object:
@@ -374,14 +374,14 @@ def test_a_table_that_is_put_again_is_as_young_as_a_new_one(put: str, cache: Cac
 
 
 def test_a_link_to_a_disk_that_is_not_mounted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, tries, real = Files(tmp_path / "cache"), [0], Files.freshen
+    files, tries, real = Files(tmp_path / "cache"), [0], Files.refresh
 
-    def freshen(files: Files, name: str) -> bool:
+    def refresh(files: Files, name: str) -> bool:
         tries[0] += 1
         assert tries[0] < 9
         return real(files, name)
 
-    monkeypatch.setattr(Files, "freshen", freshen)
+    monkeypatch.setattr(Files, "refresh", refresh)
     path = files.path(Paths.table(files.put_content(b"content", "tables", "arrow"), "arrow"))
     for link in (path, path.parent, path.parent.parent):
         shutil.rmtree(link) if link.is_dir() else link.unlink()
@@ -426,10 +426,10 @@ def test_a_cache_behind_a_link_to_nothing_says_what_to_do(tmp_path: Path) -> Non
 
 
 def test_a_commit_that_appears_meanwhile_is_seen(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a writer that does not freshen: what refers to a file is read again."""
+    """Of a writer that does not refresh: what refers to a file is read again."""
     left = a_shard(cache)
     age(cache.files, left)
-    latent = tiny_cache.recipes()[0].name
+    latent = tiny_cache.encodings()[0].name
     result = list(garbage.unneeded(cache))
     assert left in [name for name, _, _ in result]
     cache.add_plan(latent, 1, [], pa.table({"key": pa.array([], pa.binary(16))}))
@@ -454,10 +454,10 @@ def test_the_references_are_read_again_by_time_and_not_by_number_of_files(
     garbage.remove(cache, many, STALE_TMP_S, clock=lambda: now[0])
     assert readings == [0.0]
     readings.clear()
-    latent, of = tiny_cache.recipes()[0].name, sorted(left)
+    latent, of = tiny_cache.encodings()[0].name, sorted(left)
 
     def committed(name: str) -> None:
-        """By a writer that does not freshen, long after the references were read."""
+        """By a writer that does not refresh, long after the references were read."""
         if name == of[0]:
             cache.add_plan(latent, 1, [], pa.table({"key": pa.array([], pa.binary(16))}))
             commit = index.Commit("f" * 32, Path(of[2]).stem, 1, 1, None, (), {})
@@ -570,7 +570,7 @@ def test_an_object_goes_by_its_age_and_the_stores_clock(
         patch.setattr(object_store, "CHANGE_TIMES", ())
         assert not files.discard(name, began + 3600), "of unknown age: never old"
     age(files, name)
-    assert files.freshen(name)
+    assert files.refresh(name)
     assert not files.discard(name, files.now() - STALE_TMP_S) and files.has_file(name)
     age(files, name)
     assert files.discard(name, files.now() - STALE_TMP_S) and not files.has_file(name)
@@ -616,7 +616,7 @@ def test_a_sweep_goes_by_the_stores_clock(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_shard_that_is_written_slowly_shows_that_it_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(tmp_path / "cache", create=True)
-    latent, _ = tiny_cache.recipes()
+    latent, _ = tiny_cache.encodings()
     with shard.ShardWriter(cache.files, latent, "0" * 32) as writer:
         [name] = [entry.name for entry in cache.files.walk("tmp")]
         age(cache.files, name)
@@ -774,11 +774,11 @@ def test_a_forgotten_source_is_in_no_new_snapshot(
 def test_gc_removes_the_scans_of_a_forgotten_source(tmp_path: Path) -> None:
     cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 6})
     tables = [cache.put_table(pa.table({"item": [f"{i}"], "reject": pa.array([None], pa.string())})) for i in range(2)]
-    latent, text = (recipe.name for recipe in tiny_cache.recipes())
+    latent, text = (encoding.name for encoding in tiny_cache.encodings())
     for table in tables:
         cache.add_scan(
             "s",
-            {"source": "s", "root": "/", "table": table, "recipes": {"latent": latent, "text": text}, "buckets": []},
+            {"source": "s", "root": "/", "table": table, "encodings": {"latent": latent, "text": text}, "buckets": []},
         )
     age(cache.files)
     assert {name.partition("/")[0] for name in collect(cache)} == {"units"}
@@ -792,7 +792,7 @@ def test_gc_removes_the_scans_of_a_forgotten_source(tmp_path: Path) -> None:
             "source": "s",
             "root": "/",
             "table": cache.put_table(pa.table({"item": ["2"]})),
-            "recipes": {"latent": latent, "text": text},
+            "encodings": {"latent": latent, "text": text},
             "buckets": [],
         },
     )
@@ -802,9 +802,9 @@ def test_gc_removes_the_scans_of_a_forgotten_source(tmp_path: Path) -> None:
 def test_a_source_is_forgotten_though_its_table_is_damaged(tmp_path: Path) -> None:
     cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 6})
     table = cache.put_table(pa.table({"item": ["a"], "reject": pa.array([None], pa.string())}))
-    latent, text = (recipe.name for recipe in tiny_cache.recipes())
+    latent, text = (encoding.name for encoding in tiny_cache.encodings())
     cache.add_scan(
-        "s", {"source": "s", "root": "/", "table": table, "recipes": {"latent": latent, "text": text}, "buckets": []}
+        "s", {"source": "s", "root": "/", "table": table, "encodings": {"latent": latent, "text": text}, "buckets": []}
     )
     cache.files.path(Paths.table(table, "parquet")).write_bytes(b"PAR1")
     cache = Cache(tmp_path / "cache")
@@ -827,12 +827,12 @@ def test_another_users_file_is_freshened_by_a_copy_that_is_synced(
     monkeypatch.setattr(os, "utime", denied)
     monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("sync"))
     monkeypatch.setattr(os, "replace", lambda *names: (calls.append("replace"), real(*names)))
-    assert files.freshen("a")
+    assert files.refresh("a")
     assert calls == ["sync", "replace", "sync"], "the file before it is renamed, the folder behind it"
     assert (tmp_path / "a").stat().st_ino != before and (tmp_path / "a").read_bytes() == b"data"
     monkeypatch.setattr(shutil, "copyfileobj", lambda source, target, *_: target.write(b"dat"))
     with pytest.raises(IntegrityError):
-        files.freshen("a")
+        files.refresh("a")
     assert (tmp_path / "a").read_bytes() == b"data"
 
 
@@ -854,7 +854,7 @@ def read_only(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> bool:
         raise CacheError("cannot be written: Read-only file system")
 
-    for name in ("put", "freshen"):
+    for name in ("put", "refresh"):
         monkeypatch.setattr(type(files), name, refuse)
 
 
@@ -931,8 +931,8 @@ def test_encode_makes_records_again_whose_shard_is_gone(
     lost = {}
     for kind in ("latent", "text"):
         path = max(small_cache_copy.glob(f"shards/{kind}-*/*/*.tar"), key=lambda p: p.stat().st_size)
-        recipe = cache.recipes(kind)[0].name
-        [commit] = [c for c in index.commits(cache.files, recipe, 0) if c.shard == path.stem]
+        encoding = cache.encodings(kind)[0].name
+        [commit] = [c for c in index.commits(cache.files, encoding, 0) if c.shard == path.stem]
         lost[kind] = commit.records
         path.unlink()
         if damage == "cut":
@@ -949,24 +949,24 @@ def test_encode_makes_records_again_whose_shard_is_gone(
     opened.check_shards()
     for kind in ("latent", "text"):
         assert (
-            not cache.index(cache.recipes(kind)[0].name)
-            .lost[cache.index(cache.recipes(kind)[0].name).columns["shard"]]
+            not cache.index(cache.encodings(kind)[0].name)
+            .lost[cache.index(cache.encodings(kind)[0].name).columns["shard"]]
             .any()
         )
 
 
 def test_a_lost_record_table_is_read_out_of_its_shard(cache: Cache) -> None:
-    recipe = cache.recipes("latent")[0].name
-    before = cache.index(recipe)
-    segment = cache.files.document(Paths.segment(recipe, 0))
-    names = [segment["table"], *(commit.table for commit in index.commits(cache.files, recipe, 0))]
+    encoding = cache.encodings("latent")[0].name
+    before = cache.index(encoding)
+    segment = cache.files.document(Paths.segment(encoding, 0))
+    names = [segment["table"], *(commit.table for commit in index.commits(cache.files, encoding, 0))]
     for name in names:
         cache.files.remove(Paths.table(name, "arrow"))
-    for mends in (False, True):
-        cache.files.repairs = mends
-        result = cache.index(recipe)
+    for repairs in (False, True):
+        cache.files.repairs = repairs
+        result = cache.index(encoding)
         assert (result.keys == before.keys).all() and (result.columns["offset"] == before.columns["offset"]).all()
-        assert cache.files.exists(Paths.table(names[0], "arrow")) == mends
+        assert cache.files.exists(Paths.table(names[0], "arrow")) == repairs
 
 
 @pytest.mark.parametrize("left", [None, 512])

@@ -67,16 +67,16 @@ def test_new_snapshots_of_an_earlier_cache(golden: Path, figures: dict[str, Any]
 def test_an_earlier_cache_is_encoded_further(golden: Path) -> None:
     of, cache = config(golden), Cache(golden / "cache")
     before = cache.open_snapshot(stages.bucket.run(of))
-    recipes = (synthetic.LATENT, synthetic.text_recipe(of))
+    encodings = (synthetic.LATENT, synthetic.text_encoding(of))
     for source in cache.sources():
         last = cache.last_scan(source)
         assert last is not None
         scan = cache.table(last["table"])
         images = planning.image_work(scan, source, synthetic.LATENT, synthetic.TABLE)
-        captions = planning.caption_work(scan, recipes[1])
-        plans = [len(cache.plans(recipe.name)) for recipe in recipes]
-        assert len(planning.plan_images(cache, recipes[0], images, of.encode)) == plans[0], "there is nothing to do"
-        assert len(planning.plan_captions(cache, recipes[1], captions, of.encode)) == plans[1]
+        captions = planning.caption_work(scan, encodings[1])
+        plans = [len(cache.plans(encoding.name)) for encoding in encodings]
+        assert len(planning.plan_images(cache, encodings[0], images, of.encode)) == plans[0], "there is nothing to do"
+        assert len(planning.plan_captions(cache, encodings[1], captions, of.encode)) == plans[1]
     new = synthetic.pictures(30, "new-")
     rows = pa.Table.from_pylist(
         [{"item": p.item, "digest": layout.digest(p.content), "height": 24, "width": 24} for p in new], schema=SCAN

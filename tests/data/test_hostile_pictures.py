@@ -24,7 +24,7 @@ from pipeline.data.cache.cache import Cache
 from pipeline.data.encoders.frozen import from_bits
 from pipeline.data.encoders.vae import LatentEncoder
 from pipeline.data.images import decoding
-from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.latent import LatentEncoding
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.trees import files
 
@@ -48,7 +48,8 @@ def saved(image: Image.Image, format: str, **options: Any) -> bytes:
 
 
 def forms(draws: np.random.Generator, width: int, height: int, kind: str) -> dict[str, tuple[bytes | None, str | None]]:
-    """Files that may stand for a further picture of (width, height), and a part of its reject; None: it is used.
+    """Files that may stand for a control picture or mask of (width, height), and a part of its reject; None: it is
+    used.
 
     A mask's are of gray pixels: colours are refused. The palette of RGB has colours for gray pixels, too.
     """
@@ -139,7 +140,8 @@ WAYS = {"suffix": "suffix=.control", "folder": "folder=control", "tar": "suffix=
 
 
 def record(kind: str, content: bytes, size: tuple[int, int], decoder: str, vae: LatentEncoder, side: int) -> Any:
-    """What a further picture's record should be, fp32: the pixels at the bucket by the way of any picture."""
+    """What the record of a control picture or mask should be, fp32: the pixels at the bucket by the way of any
+    picture."""
     pixels = decoding.load(content, size, decoder=decoder)
     if kind == "control":
         return from_bits(vae.encode(pixels[None])[0]).float().numpy()
@@ -176,8 +178,8 @@ def test_each_sample_has_the_right_record_or_a_reason(
     stages.bucket.run(config)
     snapshot, vae = Cache(config.cache).open_snapshot(), LatentEncoder.load(config.vae, torch.device("cpu"))
     assert len(snapshot) == COUNT - len(refused)
-    recipe, reader = snapshot.pictures[kind], snapshot.reader(kind)
-    side = snapshot.recipe(LatentRecipe).compression
+    encoding, reader = snapshot.pictures[kind], snapshot.reader(kind)
+    side = snapshot.encoding(LatentEncoding).compression
     for row in range(len(snapshot)):
         sample, item = snapshot.sample(row), snapshot.source_item(row)[1]
         [name] = [name for name, key in samples.keys.items() if key in item]
@@ -186,5 +188,5 @@ def test_each_sample_has_the_right_record_or_a_reason(
         reader.read(place.shard, place.offset, place.key, place.checksum, into.reshape(-1, *into.shape[2:]))
         content = samples.controls[name]
         assert content is not None and samples.expected[name] is None, samples.form[name]
-        wanted = record(kind, content, (bucket.height, bucket.width), recipe.decoder, vae, side)
+        wanted = record(kind, content, (bucket.height, bucket.width), encoding.decoder, vae, side)
         assert from_bits(into).float().numpy() == pytest.approx(wanted, abs=0.02), samples.form[name]

@@ -1027,7 +1027,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 
 def test_rule_names() -> None:
-    """They stand in cache recipes: changing one asks everybody to encode again, changing the pixels must."""
+    """They stand in cache encodings: changing one asks everybody to encode again, changing the pixels must."""
     assert decoding.DECODERS == {"vips": "vips-srgb-1", "pillow": "pillow-srgb-1"}
     assert (resize.RESIZE_RULE, resize.CROP_RULE) == ("cover-bicubic-lanczos2k-1", "centre-1")
 

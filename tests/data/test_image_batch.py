@@ -116,8 +116,8 @@ def units(config: Config) -> dict[tuple[int, int], set[int]]:
     """The planned batches, by target size."""
     cache = Cache(config.cache)
     result: dict[tuple[int, int], set[int]] = {}
-    for recipe in cache.recipes("latent"):
-        for each in cache.plans(recipe.name):
+    for encoding in cache.encodings("latent"):
+        for each in cache.plans(encoding.name):
             for unit in each.units:
                 row = cache.unit_rows(each, unit).slice(0, 1).to_pylist()[0]
                 result.setdefault((row["height"], row["width"]), set()).add(unit.batch)
@@ -169,11 +169,11 @@ def test_a_killed_run_and_a_process_with_other_memory_make_the_planned_bytes(
     killed = make_config(tmp_path / "killed", *options)
     write, written = unit_records.write_unit, list[Any]()
 
-    def until_the_third(cache: Cache, recipe: Any, *args: Any, **kwargs: Any) -> Any:
-        if recipe.kind == "latent" and len(written) == 2:
+    def until_the_third(cache: Cache, encoding: Any, *args: Any, **kwargs: Any) -> Any:
+        if encoding.kind == "latent" and len(written) == 2:
             raise KeyboardInterrupt
-        commit = write(cache, recipe, *args, **kwargs)
-        if recipe.kind == "latent":
+        commit = write(cache, encoding, *args, **kwargs)
+        if encoding.kind == "latent":
             written.append(commit)
         return commit
 

@@ -28,8 +28,8 @@ from pipeline.data.cache.garbage import unneeded
 from pipeline.data.cache.shard import ShardReader
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.cache.snapshot_samples import NAMES
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
 from tests.support.damage import flip
@@ -130,7 +130,7 @@ def test_bits_of_a_shard(copy: Path, kind: str, count: int | None) -> None:
     while captions:  # until every caption has been seen
         captions -= {key.ljust(16, b"\0") for key in tested.planner.step(steps).texts["key"].tolist()}
         steps += 1
-    reader, rows = ShardReader(snapshot.files, snapshot.recipe(TextRecipe).name), np.empty((9, 3), np.uint16)
+    reader, rows = ShardReader(snapshot.files, snapshot.encoding(TextEncoding).name), np.empty((9, 3), np.uint16)
 
     def reading() -> object:
         reader.read(null.shard, null.offset, null.key, null.checksum, rows)
@@ -163,12 +163,12 @@ def test_a_record_that_is_hit_is_named(copy: Path) -> None:
     """Every bit of one latent and of one caption's rows."""
     snapshot = Cache(copy).open_snapshot()
     sample = snapshot.sample(1)
-    for recipe, place, size in (
-        (snapshot.recipe(LatentRecipe), sample.pictures["latent"], 16),
-        (snapshot.recipe(TextRecipe), sample.captions[0], sample.captions[0].rows * 6),
+    for encoding, place, size in (
+        (snapshot.encoding(LatentEncoding), sample.pictures["latent"], 16),
+        (snapshot.encoding(TextEncoding), sample.captions[0], sample.captions[0].rows * 6),
     ):
-        path = copy / layout.Paths.shard(recipe.name, place.shard)
-        reader, into = ShardReader(Files(copy), recipe.name), np.empty(size // 2, np.uint16)
+        path = copy / layout.Paths.shard(encoding.name, place.shard)
+        reader, into = ShardReader(Files(copy), encoding.name), np.empty(size // 2, np.uint16)
         good = path.read_bytes()
         for position in range(place.offset * 8, (place.offset + size) * 8):
             bad = bytearray(good)
@@ -336,17 +336,17 @@ def test_whole_files(tmp_path: Path) -> None:
 def test_bits_of_the_index(copy: Path, of: str, count: int | None) -> None:
     """Segments, and the record tables that they name: what `bucket` reads."""
     cache = Cache(copy)
-    recipes = [r.name for r in tiny_cache.recipes()]
+    encodings = [r.name for r in tiny_cache.encodings()]
 
     def reading() -> object:
-        result = [Cache(copy).index(recipe) for recipe in recipes]
+        result = [Cache(copy).index(encoding) for encoding in encodings]
         return [(i.shards, i.bytes, {name: column.tolist() for name, column in i.columns.items()}) for i in result]
 
     tally = Tally(reading())
     if of == "segments":
-        paths = [copy / layout.Paths.segment(recipe, 0) for recipe in recipes]
+        paths = [copy / layout.Paths.segment(encoding, 0) for encoding in encodings]
     else:
-        tables = [cache.files.document(layout.Paths.segment(recipe, 0))["table"] for recipe in recipes]
+        tables = [cache.files.document(layout.Paths.segment(encoding, 0))["table"] for encoding in encodings]
         paths = [copy / layout.Paths.table(table, "arrow") for table in tables]
     bits = 0
     for path in paths:
@@ -401,7 +401,7 @@ def test_without_verification_there_are_silent_cases(copy: Path, monkeypatch: py
     truth = read(copy)
     snapshot = Cache(copy).open_snapshot()
     place = snapshot.sample(0).pictures["latent"]
-    path = copy / layout.Paths.shard(snapshot.recipe(LatentRecipe).name, place.shard)
+    path = copy / layout.Paths.shard(snapshot.encoding(LatentEncoding).name, place.shard)
     flip(path, place.offset)
     with_it, without = Tally(truth), Tally(truth)
     assert with_it.judge("flip", lambda: read(copy), [path.stem])
@@ -412,7 +412,7 @@ def test_without_verification_there_are_silent_cases(copy: Path, monkeypatch: py
         without.check()
 
 
-@pytest.mark.parametrize("forgotten", ["key", "recipe"])
+@pytest.mark.parametrize("forgotten", ["key", "encoding"])
 def test_without_identity_swapped_records_would_be_silent(
     copy: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str
 ) -> None:
@@ -420,16 +420,16 @@ def test_without_identity_swapped_records_would_be_silent(
     real = layout.checksum
     snapshot = Cache(copy).open_snapshot()
     one, two = (snapshot.sample(row).pictures["latent"] for row in range(2))
-    reader, into = ShardReader(Files(copy), snapshot.recipe(LatentRecipe).name), np.empty((2, 2, 2), np.uint16)
+    reader, into = ShardReader(Files(copy), snapshot.encoding(LatentEncoding).name), np.empty((2, 2, 2), np.uint16)
     reader.read(one.shard, one.offset, one.key, one.checksum, into)
-    path = copy / layout.Paths.shard(snapshot.recipe(LatentRecipe).name, one.shard)
+    path = copy / layout.Paths.shard(snapshot.encoding(LatentEncoding).name, one.shard)
     payload = path.read_bytes()[one.offset : one.offset + 16]
-    recipe = snapshot.recipe(LatentRecipe).id
-    other = (recipe, two.key) if forgotten == "key" else (LatentRecipe(weights="x").id, one.key)
+    encoding = snapshot.encoding(LatentEncoding).id
+    other = (encoding, two.key) if forgotten == "key" else (LatentEncoding(weights="x").id, one.key)
     assert real(*other, payload) != one.checksum
     weak = (lambda r, k, p: real(r, b"", p)) if forgotten == "key" else (lambda r, k, p: real("00" * 16, k, p))
     monkeypatch.setattr(layout, "checksum", weak)
-    assert layout.checksum(*other, payload) == layout.checksum(recipe, one.key, payload)
+    assert layout.checksum(*other, payload) == layout.checksum(encoding, one.key, payload)
 
 
 @pytest.mark.parametrize(
@@ -453,14 +453,14 @@ def test_without_digests_the_index_and_the_snapshot_would_be_silent(
         monkeypatch.setattr(Files, "mapped", unchecked)
         reading = lambda: opened.head.parse(opened.head.values()).bound(Files(copy)).shards["latent"][:]  # noqa: E731
     elif guard == "the document's digest":
-        path, old = copy / layout.Paths.segment(opened.recipe(LatentRecipe).name, 0), b'"records": 3'
+        path, old = copy / layout.Paths.segment(opened.encoding(LatentEncoding).name, 0), b'"records": 3'
         monkeypatch.setattr(layout, "unseal", lambda data, where: json.loads(data))
         reading = lambda: Cache(copy).files.document(path.relative_to(copy).as_posix())  # noqa: E731
     else:
-        table = Cache(copy).files.document(layout.Paths.segment(opened.recipe(LatentRecipe).name, 0))["table"]
+        table = Cache(copy).files.document(layout.Paths.segment(opened.encoding(LatentEncoding).name, 0))["table"]
         path, old = copy / layout.Paths.table(table, "arrow"), opened.sample(0).pictures["latent"].key
         monkeypatch.setattr(Files, "mapped", unchecked)
-        reading = lambda: Cache(copy).index(opened.recipe(LatentRecipe).name).keys.tolist()  # noqa: E731
+        reading = lambda: Cache(copy).index(opened.encoding(LatentEncoding).name).keys.tolist()  # noqa: E731
     tally = Tally(reading())
     data = path.read_bytes()
     assert old in data

@@ -19,13 +19,13 @@ from pipeline.data.encoding import plan as planning
 from pipeline.data.encoding import scan as scanning
 from pipeline.data.encoding import scan_rows
 from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.text import TextEncoding
 from pipeline.data.snapshots import assemble, frames, join
 from pipeline.data.sources.detect import open_source
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.synthetic import LATENT, TABLE, add, config, pictures
 
-TEXT = TextRecipe(weights="w")
+TEXT = TextEncoding(weights="w")
 
 
 def scan_table(count: int = 100) -> pa.Table:
@@ -146,7 +146,7 @@ def test_every_caption_and_picture_is_planned_once(
     captions = planning.caption_work(table, TEXT)
     images = planning.image_work(table, "photos", LATENT, TABLE)
     assert set(images.column("source").to_pylist()) == {"photos"}
-    for plans, recipe, column, wanted in (
+    for plans, encoding, column, wanted in (
         (
             planning.plan_captions(cache, TEXT, captions, options),
             TEXT,
@@ -162,7 +162,7 @@ def test_every_caption_and_picture_is_planned_once(
         for row in planned.to_pylist():
             expected = (
                 LATENT.key(row["digest"], row["height"], row["width"])
-                if recipe is LATENT
+                if encoding is LATENT
                 else TEXT.null_key
                 if row["caption"] is None
                 else TEXT.key(row["caption"].lower().strip())

@@ -25,7 +25,7 @@ from pipeline.config import Config
 from pipeline.data.cache import arrow
 from pipeline.data.cache.cache import Cache
 from pipeline.data.cache.scan_table import SCAN
-from pipeline.data.encoding import prompts as prompting
+from pipeline.data.encoding import prompts as prompt_lists
 from pipeline.data.encoding import understood
 from pipeline.data.sources import name_patterns
 from pipeline.data.sources.config import DataConfig
@@ -108,7 +108,7 @@ NAMES: dict[str, tuple[list[str], list[str], list[tuple[str, str, str]]]] = {
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_names_say_what_pictures_are_further_pictures(case: str) -> None:
+def test_names_say_what_pictures_are_controls_and_masks(case: str) -> None:
     captioned, bare, expected = NAMES[case]
     rows = [
         (name.format(n), has) for has, names in ((True, captioned), (False, bare)) for name in names for n in "abcd"
@@ -272,12 +272,12 @@ def test_regularisation_pictures_without_captions_do_not_get_the_subjects(
 
 def test_prompts_without_the_trigger_word_do_not_take_the_place_of_those_with_it() -> None:
     lines = [(1, "a cat on a beach"), (5, "masks, asks")]
-    more, notes = prompting.with_trigger(lines, "sks, ")
+    more, notes = prompt_lists.with_trigger(lines, "sks, ")
     assert more[:2] == lines and len(notes) == 1
     assert [number for number, _ in more] == [1, 5, 6, 7, 8, 9]
     assert all("sks" in line for _, line in more[2:])
-    assert prompting.with_trigger([*lines, (6, "an SKS")], "sks, ") == ([*lines, (6, "an SKS")], [])
-    assert prompting.with_trigger(lines, " ") == (lines, [])
+    assert prompt_lists.with_trigger([*lines, (6, "an SKS")], "sks, ") == ([*lines, (6, "an SKS")], [])
+    assert prompt_lists.with_trigger(lines, " ") == (lines, [])
 
 
 def test_a_default_caption_does_not_hide_a_column_of_captions(tmp_path: Path, make_config: MakeConfig) -> None:
@@ -326,7 +326,7 @@ PARTS: dict[str, Callable[[Path], None]] = {
     ),
     "a.parquet": listed_in_parquet,
 }
-"""Tables that name some of the pictures beside them."""
+"""Tables that name some of the pictures next to them."""
 
 
 @pytest.mark.parametrize("file", PARTS)
@@ -449,7 +449,7 @@ def test_captions_in_another_place_of_a_tar_are_not_replaced_by_the_trigger_word
 def test_several_pictures_of_a_sample_of_a_tar_are_named(
     tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those that share its caption, and those that are further pictures by their names."""
+    """Those that share its caption, and those that are control pictures and masks by their names."""
     tarred("{}.jpg", "{}.png", "{}.txt", "{}.control.jpg", "{}.mask.png")(tmp_path / "data")
     assert dry(make_config, tmp_path / "data") == 0
     said = capsys.readouterr().out

@@ -18,10 +18,10 @@ from pipeline.data.cache.keys import Digests
 from pipeline.data.cache.layout import Paths
 from pipeline.data.cache.lost import repair_documents
 from pipeline.data.cache.snapshot_lists import publish
-from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.latent import LatentEncoding
 from tests.support import tiny_cache
 
-RECIPE = LatentRecipe(weights="w")
+ENCODING = LatentEncoding(weights="w")
 DOCUMENTS = ["plans", "segments"]
 
 
@@ -116,13 +116,15 @@ def test_a_list_and_its_copy_exist_before_its_document(
 @pytest.mark.parametrize("which", ["table", "copy"])
 @pytest.mark.parametrize("folder", DOCUMENTS)
 def test_a_list_is_read_from_its_copy_and_repaired(cache: Cache, folder: str, which: str) -> None:
-    before = {recipe.name: list(cache.plans(recipe.name)[0].units) for recipe in cache.recipes("latent")}
+    before = {encoding.name: list(cache.plans(encoding.name)[0].units) for encoding in cache.encodings("latent")}
     _, table = listed(cache, folder)
     broken = table if which == "table" else Paths.copy(table)
     whole = cache.files.read(broken)
     cache.files.path(broken).write_bytes(whole[:-9])
     again = Cache(cache.root)
-    assert {recipe.name: list(again.plans(recipe.name)[0].units) for recipe in again.recipes("latent")} == before
+    assert {
+        encoding.name: list(again.plans(encoding.name)[0].units) for encoding in again.encodings("latent")
+    } == before
     assert len(again.index(next(iter(before)))) > 0
     assert not list(contradictions(again))
     [finding] = audit.verify(again)
@@ -155,12 +157,12 @@ def test_gc_spares_lists_and_removes_those_that_nothing_names(cache: Cache) -> N
 
 def test_opening_a_long_plan_makes_no_object_for_each_unit(tmp_path: Path) -> None:
     cache, count = Cache(tmp_path / "cache", create=True), 20_000
-    cache.add_recipe(RECIPE)
+    cache.add_encoding(ENCODING)
     units = (Unit(f"{n:032x}", n, 1, 1) for n in range(count))
-    cache.add_plan(RECIPE.name, 0, units, pa.table({"key": pa.nulls(1, pa.binary(16))}))
+    cache.add_plan(ENCODING.name, 0, units, pa.table({"key": pa.nulls(1, pa.binary(16))}))
     tracemalloc.start()
     try:
-        [plan] = cache.plans(RECIPE.name)
+        [plan] = cache.plans(ENCODING.name)
         assert sum(unit.count for unit in plan.units) == len(plan.units) == count
         peak = tracemalloc.get_traced_memory()[1]
     finally:

@@ -198,7 +198,7 @@ def mispaired(config: Config, ids: dict[int, str], batches: list[Batch]) -> int:
             size = opened.size[::-1]
         loaded = decoding.load((source / f"{name}.png").read_bytes(), size, decoder=decoding.choose("auto"))
         pictures[sample_id] = bf16(vae.encode(loaded[None])[0]).float()
-        caption = caption_rules.normalise((source / f"{name}.txt").read_text(), config.text.recipe)
+        caption = caption_rules.normalise((source / f"{name}.txt").read_text(), config.text.prompting)
         words[sample_id] = bf16(text.encode([caption])[0]).float()
     wrong = 0
     for batch in batches:

@@ -32,8 +32,8 @@ from pipeline.data.loader import length_grouping, quarantine, randomness
 from pipeline.data.loader.loader import Loader, LoaderState, unpack
 from pipeline.data.loader.planner import Planner
 from pipeline.data.loader.schedule import Schedule
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from tests.support import tiny_cache
 from tests.support.consumed import loader, seen, sequence
 from tests.support.damage import flip
@@ -91,7 +91,8 @@ def test_the_sequence_is_what_the_plain_functions_say(cache: Cache) -> None:
         [b.samples for b in snapshot.buckets], [b.batch for b in snapshot.buckets], seed=5, phase=1, small="carry"
     )
     latents, texts = (
-        ShardReader(snapshot.files, r.name) for r in (snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe))
+        ShardReader(snapshot.files, r.name)
+        for r in (snapshot.encoding(LatentEncoding), snapshot.encoding(TextEncoding))
     )
     for step, (batches, _) in enumerate(loader(cache, caption_drop=0.0, stop_step=6)):
         plan = schedule.step(step)
@@ -311,7 +312,7 @@ def test_a_buffer_is_as_large_as_the_largest_part(tmp_path: Path) -> None:
     large = tiny_cache.build(tmp_path / "cache", {(128, 64): 12, (64, 64): 12}, batch=2000)
     for world in (1, 2):
         reading = loader(large, world=world, microbatch=2000)
-        text = reading.snapshot.recipe(TextRecipe)
+        text = reading.snapshot.encoding(TextEncoding)
         parts = []
         for [batch], _ in reading:
             count = len(batch.sample_ids)
@@ -529,11 +530,11 @@ def rotten(tmp_path: Path, cache: Cache) -> tuple[Cache, set[int]]:
     root = Path(shutil.copytree(cache.root, tmp_path / "cache"))
     snapshot = Cache(root).open_snapshot()
     one, two = snapshot.sample(3), snapshot.sample(11)
-    for recipe, place in (
-        (snapshot.recipe(LatentRecipe), one.pictures["latent"]),
-        (snapshot.recipe(TextRecipe), two.captions[0]),
+    for encoding, place in (
+        (snapshot.encoding(LatentEncoding), one.pictures["latent"]),
+        (snapshot.encoding(TextEncoding), two.captions[0]),
     ):
-        path = root / f"shards/{recipe.name}/{place.shard[:2]}/{place.shard}.tar"
+        path = root / f"shards/{encoding.name}/{place.shard[:2]}/{place.shard}.tar"
         flip(path, place.offset)
     return Cache(root), {one.sample_id, two.sample_id}
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.data.cache import index
-from pipeline.data.cache.cache import Cache, Unit, WorkPlan
+from pipeline.data.cache.cache import Cache, Unit, WorkList
 from pipeline.data.cache.index import RecordReject
 from pipeline.data.cache.keys import binary, key_bytes
 from pipeline.data.cache.layout import Paths
@@ -32,14 +32,14 @@ def work_of(keys: np.ndarray) -> pa.Table:
     return pa.table({**columns, **items, **sides}).select(planning.IMAGES.names).cast(planning.IMAGES)
 
 
-def commit(cache: Cache, plan: WorkPlan, unit: Unit, fates: dict[bytes, str]) -> index.Commit:
+def commit(cache: Cache, plan: WorkList, unit: Unit, fates: dict[bytes, str]) -> index.Commit:
     keys = cache.unit_rows(plan, unit).column("key").to_pylist()
     made = [EncodedRecord(key, np.zeros((4, 2, 2), np.uint16)) for key in keys if fates[key] == "made"]
     bad = [RecordReject(key.hex(), "x", "broken", fates[key] == "failed") for key in keys if fates[key] != "made"]
     return write_unit(cache, LATENT, plan, unit, [(made, bad)], lambda good, bad: None)
 
 
-def plans_of(cache: Cache, work: pa.Table) -> list[WorkPlan]:
+def plans_of(cache: Cache, work: pa.Table) -> list[WorkList]:
     with constants(unit_sizes(3, 512, WINDOW=8)):
         return planning.plan_images(cache, LATENT, work, EncodeConfig())
 
@@ -47,7 +47,7 @@ def plans_of(cache: Cache, work: pa.Table) -> list[WorkPlan]:
 @pytest.fixture
 def cache(tmp_path: Path) -> Cache:
     cache = Cache(tmp_path / "cache", create=True)
-    cache.add_recipe(LATENT)
+    cache.add_encoding(LATENT)
     return cache
 
 

@@ -42,7 +42,7 @@ from pipeline.config import Config
 from pipeline.data.cache.cache import Cache
 from pipeline.data.cache.folder_store import FolderStore
 from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.text import TextEncoding
 from tests.support.constants import set_constants, unit_sizes
 
 KILLED = -int(signal.SIGKILL)
@@ -126,7 +126,7 @@ def read_sample(snapshot: Snapshot, row: int) -> None:
     for kind, place in sample.pictures.items():
         into = np.empty(snapshot.pictures[kind].shape(bucket.height, bucket.width), np.uint16)
         snapshot.reader(kind).read(place.shard, place.offset, place.key, place.checksum, into, place.length)
-    width = snapshot.recipe(TextRecipe).width
+    width = snapshot.encoding(TextEncoding).width
     text = snapshot.reader("text")
     for caption in sample.captions:
         rows = np.empty((caption.rows, width), np.uint16)
@@ -194,14 +194,14 @@ class Chain(RuleBasedStateMachine):
 
     def _records(self) -> int:
         cache = Cache(self.config.cache)
-        return sum(len(cache.index(recipe.name)) for kind in KINDS for recipe in cache.recipes(kind))
+        return sum(len(cache.index(encoding.name)) for kind in KINDS for encoding in cache.encodings(kind))
 
     def _readable_records(self) -> int:
         """Records whose shards are there."""
         if self.damaged:
             return 0
         cache = Cache(self.config.cache)
-        result = [cache.index(recipe.name) for kind in KINDS for recipe in cache.recipes(kind)]
+        result = [cache.index(encoding.name) for kind in KINDS for encoding in cache.encodings(kind)]
         return sum(int((~index.lost[index.columns["shard"]]).sum()) for index in result)
 
     @rule()
@@ -459,7 +459,7 @@ def test_every_chain_leads_back_to_a_whole_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Examples: `--fault-seeds` times four. A failure prints its chain. Once mended it becomes a test of the code that
-    failed, beside the others of that code."""
+    failed, in addition to the others of that code."""
     set_constants(monkeypatch, {**unit_sizes(2, 3), "pipeline.data.work.claims.STALE_S": 0.2})
     import stages.encode
 

@@ -198,7 +198,7 @@ def test_a_store_that_overwrites_is_refused_at_once(
 def test_a_shard_that_is_given_up_leaves_nothing(objects: Files) -> None:
     import numpy as np
 
-    with pytest.raises(RuntimeError), ShardWriter(objects, tiny_cache.recipes()[0], "u") as writer:
+    with pytest.raises(RuntimeError), ShardWriter(objects, tiny_cache.encodings()[0], "u") as writer:
         writer.add(b"k" * 16, np.zeros((32, 4, 4), np.uint16))
         raise RuntimeError
     assert list(objects.walk("")) == [] and list(store_of(objects).mirror.root.glob("tmp/*")) == []

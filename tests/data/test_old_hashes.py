@@ -70,12 +70,12 @@ def test_a_comparison_is_refused_with_the_command_that_makes_them_again(
     stages.encode.run(config(SIGNALS), data=str(old / "all"))
     for option in options:
         stages.bucket.run(config(option), name="new", move=True)
-    latents = [Cache(config().cache).open_snapshot(name).head.recipes["latent"] for name in ("old", "new")]
+    latents = [Cache(config().cache).open_snapshot(name).head.encodings["latent"] for name in ("old", "new")]
     assert latents[0] == latents[1]
     capsys.readouterr()
     assert stages.snapshots.diff(config(), "old", "new", as_json=True) == 1
     difference = json.loads(capsys.readouterr().out)
-    assert (difference["changed"], difference["recipes"]) == ([], ["phash"])
+    assert (difference["changed"], difference["encodings"]) == ([], ["phash"])
 
 
 def test_what_compares_nothing_reads_them(
@@ -107,7 +107,7 @@ def test_an_older_part_is_validated_on_and_said_not_to_be_compared(
     [note] = json.loads(capsys.readouterr().out)["notes"]
     assert "part" in note and "encode.signals=[phash]" in note
     trained, part = (Cache(others.cache).open_snapshot(name) for name in ("latest", "part"))
-    assert trained.head.leaked is None and trained.head.recipes != part.head.recipes
+    assert trained.head.leaked is None and trained.head.encodings != part.head.encodings
     heldout.check(trained, part)
 
 
@@ -127,4 +127,4 @@ def test_hashes_of_a_source_stay_where_its_scan_does_not_remember_them(
 
 def test_hashes_of_an_unknown_rule_need_a_newer_version() -> None:
     with pytest.raises(CacheError, match="does not know"):
-        phash.HashRecipe(rule="of-tomorrow").shape(64, 64)
+        phash.HashEncoding(rule="of-tomorrow").shape(64, 64)

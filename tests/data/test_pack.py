@@ -39,7 +39,7 @@ from pipeline.data.cache.snapshot_head import BucketPart, PackedOrder
 from pipeline.data.cache.status import status
 from pipeline.data.loader.loader import Loader, LoaderSettings
 from pipeline.data.loader.schedule import Schedule
-from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.snapshots import heldout, packing
 from pipeline.data.work import engine
 from tests.support import synthetic, tiny_cache
@@ -69,11 +69,11 @@ def copy(both: tuple[Cache, Snapshot, Snapshot], tmp_path: Path) -> Cache:
 def content(snapshot: Snapshot) -> dict[int, tuple[Any, ...]]:
     """Everything that is said of each sample, and every byte of its records."""
     readers = {kind: snapshot.reader(kind) for kind in ("latent", "text")}
-    recipe, result = snapshot.recipe(LatentRecipe), {}
+    encoding, result = snapshot.encoding(LatentEncoding), {}
     for row in range(len(snapshot)):
         sample = snapshot.sample(row)
         bucket = snapshot.buckets[sample.bucket]
-        latent = np.empty((recipe.channels, bucket.height // 8, bucket.width // 8), np.uint16)
+        latent = np.empty((encoding.channels, bucket.height // 8, bucket.width // 8), np.uint16)
         place = sample.pictures["latent"]
         readers["latent"].read(place.shard, place.offset, place.key, place.checksum, latent, place.length)
         texts = []
@@ -104,7 +104,7 @@ def test_a_shard_has_about_the_size_asked_for(tmp_path: Path, storage: str, monk
         pixels = source.buckets[sample.bucket].height * source.buckets[sample.bucket].width
         latent = (
             sample.pictures["latent"].length
-            or 2 * source.recipe(LatentRecipe).channels * pixels // source.recipe(LatentRecipe).compression ** 2
+            or 2 * source.encoding(LatentEncoding).channels * pixels // source.encoding(LatentEncoding).compression ** 2
         )
         texts = [caption.length or 2 * 3 * caption.rows for caption in sample.captions]
         bytes_of_bucket[sample.bucket] += latent + sum(texts) + 100 * (1 + 2 * len(texts))
@@ -181,7 +181,7 @@ def test_packing_is_a_function_of_the_content(tmp_path: Path) -> None:
     shards = [{path.name: path.read_bytes() for path in (tmp_path / n / "shards").rglob("*.tar")} for n in "ab"]
     assert shards[0] == shards[1]
     _, source, _ = made(tmp_path / "c", seed=1)
-    assert packing.planned(Cache(tmp_path / "c"), source, 4).recipe != one.head.folder
+    assert packing.planned(Cache(tmp_path / "c"), source, 4).encoding != one.head.folder
 
 
 def test_weighted_parts_are_shuffled_and_packed_apart(tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ def test_a_damaged_record_is_never_packed(tmp_path: Path) -> None:
     source = cache.open_snapshot()
     sample = source.sample(9)
     place = sample.pictures["latent"]
-    path = cache.root / layout.Paths.shard(source.recipe(LatentRecipe).name, place.shard)
+    path = cache.root / layout.Paths.shard(source.encoding(LatentEncoding).name, place.shard)
     flip(path, place.offset)
     with pytest.raises(IntegrityError, match=f"record {place.key.hex()}"):
         pack(cache)
@@ -464,8 +464,8 @@ def test_gc_spares_what_is_named_and_what_is_being_packed(copy: Cache) -> None:
     source = copy.open_snapshot()
     plan = packing.planned(copy, source, 1)
     packing.Packer(copy, source, plan).pack_unit(plan.units[0])
-    assert not reasons(plan.recipe), "a pack that is not finished goes on"
-    assert status(copy)["stores"][plan.recipe]["units_done"] == 1 and not status(copy)["complete"]
+    assert not reasons(plan.encoding), "a pack that is not finished goes on"
+    assert status(copy)["stores"][plan.encoding]["units_done"] == 1 and not status(copy)["complete"]
 
 
 CHILD = """

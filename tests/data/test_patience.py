@@ -23,8 +23,8 @@ from pipeline.data.cache.cache import Cache
 from pipeline.data.cache.config import MirrorConfig
 from pipeline.data.cache.files import Files
 from pipeline.data.cache.shard import RecordError, ShardReader, read_head, read_table
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.data.work.stop import Stop, Stopped
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
@@ -338,7 +338,7 @@ def test_a_network_file_system_that_is_away_is_no_damaged_record(
     cache.files.patience_s = 0.3
     sample = cache.open_snapshot().sample(0)
     place = sample.pictures["latent"]
-    reader = ShardReader(cache.files, cache.open_snapshot().recipe(LatentRecipe).name)
+    reader = ShardReader(cache.files, cache.open_snapshot().encoding(LatentEncoding).name)
     with pytest.raises(AwayError, match="not connected"):
         reader.stored(
             place.shard,
@@ -354,12 +354,12 @@ def test_a_handle_that_stays_stale_when_the_disk_is_back_is_not_used_again(
 ) -> None:
     cache = tiny_cache.build(tmp_path / "cache")
     snapshot = cache.open_snapshot()
-    sample, recipe = snapshot.sample(0), snapshot.recipe(LatentRecipe)
+    sample, encoding = snapshot.sample(0), snapshot.encoding(LatentEncoding)
     place = sample.pictures["latent"]
     bucket = snapshot.buckets[sample.bucket]
-    length = 2 * recipe.channels * (bucket.height // recipe.compression) * (bucket.width // recipe.compression)
+    length = 2 * encoding.channels * (bucket.height // encoding.compression) * (bucket.width // encoding.compression)
     real, tries, cache.files.patience_s = os.preadv, [0], 3.0
-    reader = ShardReader(cache.files, recipe.name)
+    reader = ShardReader(cache.files, encoding.name)
     expected = reader.stored(
         place.shard,
         place.offset,
@@ -395,7 +395,7 @@ def test_a_shard_that_was_replaced_while_it_was_open_is_opened_once_more(
 ) -> None:
     cache = tiny_cache.build(tmp_path / "cache")
     snapshot = cache.open_snapshot()
-    first, recipe = snapshot.sample(0), snapshot.recipe(LatentRecipe)
+    first, encoding = snapshot.sample(0), snapshot.encoding(LatentEncoding)
     place = first.pictures["latent"]
     name, length = place.shard, 2 * np.empty(snapshot.shape("latent", first.bucket)).size
     beside = next(
@@ -403,8 +403,8 @@ def test_a_shard_that_was_replaced_while_it_was_open_is_opened_once_more(
         for s in map(snapshot.sample, range(1, len(snapshot)))
         if (s.pictures["latent"].shard, s.bucket) == (name, first.bucket)
     )
-    path = cache.files.path(layout.Paths.shard(recipe.name, name))
-    whole, reader = path.read_bytes(), ShardReader(cache.files, recipe.name)
+    path = cache.files.path(layout.Paths.shard(encoding.name, name))
+    whole, reader = path.read_bytes(), ShardReader(cache.files, encoding.name)
     path.write_bytes(bytes(len(whole)))
     with pytest.raises(RecordError):
         reader.stored(name, place.offset, place.key, place.checksum, length)
@@ -416,7 +416,7 @@ def test_a_shard_that_was_replaced_while_it_was_open_is_opened_once_more(
         reader.stored(name, place.offset, place.key, place.checksum, length)
     assert len(opened) == 1
     text, caption = cache.open_snapshot().reader("text"), first.captions[0]
-    table = read_table(cache.files, layout.Paths.shard(snapshot.recipe(TextRecipe).name, caption.shard)).to_pylist()
+    table = read_table(cache.files, layout.Paths.shard(snapshot.encoding(TextEncoding).name, caption.shard)).to_pylist()
     row = next(row for row in table if row["key"] == caption.key)
     opened.clear()
     for _ in range(2):

@@ -31,7 +31,7 @@ from pipeline.data.images import decoding
 from pipeline.data.images.perceptual_hash import LENGTH, hashes
 from pipeline.data.loader.loader import Loader
 from pipeline.data.signals import Encoders
-from pipeline.data.signals.phash import HashRecipe
+from pipeline.data.signals.phash import HashEncoding
 from tests.support.constants import constants, unit_sizes
 from tests.support.loading import loader_settings
 from tests.support.trees import files
@@ -74,8 +74,8 @@ def shards(cache: Path, kind: str) -> dict[str, bytes]:
 def records(cache: Path) -> dict[bytes, bytes]:
     """Every hash of the last snapshot's index by its key."""
     opened = Cache(cache)
-    [recipe] = opened.recipes("phash")
-    reader, known = ShardReader(opened.files, recipe.name), opened.index(recipe.name)
+    [encoding] = opened.encodings("phash")
+    reader, known = ShardReader(opened.files, encoding.name), opened.index(encoding.name)
     result = {}
     for row in range(len(known)):
         column = {name: values[row] for name, values in known.columns.items()}
@@ -88,13 +88,13 @@ def records(cache: Path) -> dict[bytes, bytes]:
 
 def test_hashes_are_those_of_the_pixels_of_the_latents(hashed: Path, photos: Path) -> None:
     snapshot = Cache(hashed).open_snapshot()
-    recipe, reader = snapshot.recipe(HashRecipe), snapshot.reader("phash")
+    encoding, reader = snapshot.encoding(HashEncoding), snapshot.reader("phash")
     for row in range(len(snapshot)):
         sample, into = snapshot.sample(row), np.empty(LENGTH, np.uint16)
         place, bucket = sample.pictures["phash"], snapshot.buckets[sample.bucket]
         reader.read(place.shard, place.offset, place.key, place.checksum, into)
         data = (photos / snapshot.source_item(row)[1]).read_bytes()
-        pixels = decoding.load(data, (bucket.height, bucket.width), recipe.background, decoder=recipe.decoder)
+        pixels = decoding.load(data, (bucket.height, bucket.width), encoding.background, decoder=encoding.decoder)
         assert (into == hashes(pixels[None])[0]).all()
 
 
@@ -146,7 +146,7 @@ def test_hashes_that_were_not_committed_with_their_latents_are_made_alone(
 
     config = with_hashes(make_config, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(unit_records.UnitBeside, "commit", killed)
+        patch.setattr(unit_records.FollowingUnit, "commit", killed)
         for _ in range(2):
             with pytest.raises(Killed):
                 stages.encode.run(config, data=str(photos))
@@ -167,15 +167,15 @@ def test_another_worker_leaves_hashes_whose_latents_are_being_made(
         with pytest.raises(ZeroDivisionError):
             stages.encode.run(config, data=str(photos))
     cache = Cache(config.cache)
-    [plan] = cache.plans(cache.recipes("phash")[0].name)
-    lead = cache.recipes("latent")[0].name
-    assert plan.beside == (lead, 0)
+    [plan] = cache.plans(cache.encodings("phash")[0].name)
+    lead = cache.encodings("latent")[0].name
+    assert plan.lead == (lead, 0)
     assert not any(map(lead_made(cache, plan, lead), plan.units))
     settings = EncoderSettings(Encoders(config.vae, config.text), config.encode, config.data.max_pixels)
-    first, space = cache.plan(lead, 0), UnitEncoder(settings, cache, {}, cache.recipes("phash")).disk_space()
-    for unit, beside in zip(first.units, plan.units, strict=True):
-        need = [estimate.unit_bytes(cache, *one) for one in ((first, unit), (plan, beside))]
-        assert space.unit_bytes(first, unit) == sum(need) and space.unit_bytes(plan, beside) == need[1] > 0
+    first, space = cache.plan(lead, 0), UnitEncoder(settings, cache, {}, cache.encodings("phash")).disk_space()
+    for unit, follower in zip(first.units, plan.units, strict=True):
+        need = [estimate.unit_bytes(cache, *one) for one in ((first, unit), (plan, follower))]
+        assert space.unit_bytes(first, unit) == sum(need) and space.unit_bytes(plan, follower) == need[1] > 0
     stages.encode.run(config, data=str(photos))
     assert all(map(lead_made(cache, plan, lead), plan.units))
 
@@ -183,7 +183,7 @@ def test_another_worker_leaves_hashes_whose_latents_are_being_made(
 def test_hashes_do_not_wait_for_latents_that_nobody_makes(
     photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A killed run planned them beside latents of a VAE that is not configured any more."""
+    """A killed run planned them with latents of a VAE that is not configured any more."""
     with monkeypatch.context() as patch:
         patch.setattr(encoders.LatentEncoder, "encode", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -197,12 +197,12 @@ def test_what_loads_a_model_is_made_in_a_pass_of_its_own(
     hashed: Path, photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process holds one model at a time."""
-    monkeypatch.setattr(HashRecipe, "beside", False)
+    monkeypatch.setattr(HashEncoding, "shares_pixels", False)
     config = with_hashes(make_config, tmp_path)
     done = stages.encode.run(config, data=str(photos))
     assert done["images"] == done["hashes"] > 0
     cache = Cache(config.cache)
-    assert [plan.beside for plan in cache.plans(cache.recipes("phash")[0].name)] == [None]
+    assert [plan.lead for plan in cache.plans(cache.encodings("phash")[0].name)] == [None]
     assert records(tmp_path / "cache") == records(hashed)
 
 
@@ -300,15 +300,15 @@ def test_the_loader_reads_what_is_asked_for(
     real = ShardReader.read_batch
 
     def read_batch(self: ShardReader, *args: Any, **options: Any) -> Any:
-        read.append(self.recipe)
+        read.append(self.encoding)
         return real(self, *args, **options)
 
     monkeypatch.setattr(ShardReader, "read_batch", read_batch)
     plain = [batch for step, _ in Loader(snapshot, loader_settings(stop_step=4)) for batch in step]
-    assert not any(recipe.startswith("phash") for recipe in read) and not plain[0].pictures
+    assert not any(encoding.startswith("phash") for encoding in read) and not plain[0].pictures
     asking = Loader(snapshot, loader_settings(stop_step=4, pictures=("phash",)))
     batches = [batch for step, _ in asking for batch in step]
-    assert any(recipe.startswith("phash") for recipe in read)
+    assert any(encoding.startswith("phash") for encoding in read)
     reader = snapshot.reader("phash")
     places = {s.sample_id: s.pictures["phash"] for s in map(snapshot.sample, range(len(snapshot)))}
     for batch, other in zip(batches, plain, strict=True):

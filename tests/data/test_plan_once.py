@@ -309,7 +309,7 @@ def test_documents_of_pieces_go_before_the_tables_that_they_name(cache: Cache, m
 
 def test_nobody_plans_by_a_scan_that_is_not_the_newest(cache: Cache) -> None:
     first, second = fragments(cache), fragments(cache, 1)
-    cache.add_scan("photos", {"root": "/", "table": "t", "recipes": {"latent": "l", "text": "t"}})
+    cache.add_scan("photos", {"root": "/", "table": "t", "encodings": {"latent": "l", "text": "t"}})
     with pytest.raises(ScanSuperseded):
         first.once("id", refuse, refuse, 0)
     assert second.once("id", lambda: {"items": 3}, refuse, -1), "a scan with --rehash reads what it claims"

@@ -100,7 +100,7 @@ def test_a_configuration_that_is_asked_for_decides_and_the_shipped_default_does_
         assert read(scan, second)[0].data.resolution == load(second).data.resolution
 
 
-def test_a_note_names_what_is_given_of_further_pictures(tmp_path: Path) -> None:
+def test_a_note_names_what_is_given_of_controls_and_masks(tmp_path: Path) -> None:
     plain = file(tmp_path, "plain.yaml", "{}")
     _, scan = read(None, plain, "data.pictures.mask.made=alpha")
     changed, _ = read(scan, plain, "data.pictures.mask={folder: masks}")
@@ -137,12 +137,12 @@ STAYS: dict[str, tuple[list[str], dict[str, Any]]] = {
         ["data.pictures.mask.required=true"],
         {"data.pictures.mask": {"suffix": "-masklabel"}},
     ),
-    "all further pictures": (
+    "all control pictures and masks": (
         ["data.pictures={control: {column: edges}}"],
         {"data.pictures.control": {"column": "edges"}},
     ),
     "no masks": (["data.pictures.mask=null"], {"data.pictures.mask": None}),
-    "no further pictures": (
+    "no control pictures and masks": (
         ["data.pictures={}"],
         {"data.pictures.mask": None, "data.pictures.control": None},
     ),

@@ -398,7 +398,7 @@ def test_a_listing_that_is_not_whole_is_an_error(
     cache = Files(ranged_server.url, MirrorConfig(path=str(tmp_path)), PATIENCE_S)
     with pytest.raises(CacheError):
         list(cache.walk(""))
-    with pytest.raises(UserError, match="cannot be listed"):  # captions and scores beside the tars are files, too
+    with pytest.raises(UserError, match="cannot be listed"):  # captions and scores next to the tars are files, too
         list(opened(f"{ranged_server.url}/folder/{{x,y}}.tar", PATIENCE_S).filesystem.names(""))
     ranged_server.broken = ""
     assert len(list(cache.walk("tars"))) == 2

@@ -23,7 +23,7 @@ import stages.verify
 from pipeline.base.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
 from pipeline.config import Config, load
 from pipeline.data.cache import audit, index, layout, shard
-from pipeline.data.cache.cache import Cache, Unit, WorkPlan
+from pipeline.data.cache.cache import Cache, Unit, WorkList
 from pipeline.data.cache.findings import GC, Finding
 from pipeline.data.cache.keys import as_keys
 from pipeline.data.cache.layout import Paths
@@ -34,7 +34,7 @@ from pipeline.data.encoding import unit_records
 from pipeline.data.encoding.encoder_settings import EncoderSettings
 from pipeline.data.encoding.unit_encoder import UnitEncoder
 from pipeline.data.signals import Encoders
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.text import TextEncoding
 from tests.support import tiny_cache
 from tests.support.damage import flip
 from tests.support.source_files import make_tar
@@ -69,15 +69,15 @@ def verified(cache: Cache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def encoder(cache: Cache, flip: int) -> Callable[..., Iterable[unit_records.Made]]:
     """Makes the latents again that the cache holds now, with some bits flipped (0: as they were)."""
-    recipe = cache.recipes("latent")[0].name
-    reader = shard.ShardReader(cache.files, recipe)
+    encoding = cache.encodings("latent")[0].name
+    reader = shard.ShardReader(cache.files, encoding)
     arrays = {}
-    for commit in index.commits(cache.files, recipe, 0):
+    for commit in index.commits(cache.files, encoding, 0):
         for row in audit.record_rows(cache, commit):
-            arrays[row["key"]] = audit.payload(reader, recipe, str(commit.shard), row).copy()
+            arrays[row["key"]] = audit.payload(reader, encoding, str(commit.shard), row).copy()
 
     def encode(
-        _: object, plan: WorkPlan, unit: Unit, commit: index.Commit, only: Container[bytes], rows: object = None
+        _: object, plan: WorkList, unit: Unit, commit: index.Commit, only: Container[bytes], rows: object = None
     ) -> list[unit_records.Made]:
         keys = cache.unit_rows(plan, unit).column("key").to_pylist()
         return [([unit_records.EncodedRecord(key, arrays[key] ^ np.uint16(flip)) for key in keys if key in only], [])]
@@ -87,26 +87,26 @@ def encoder(cache: Cache, flip: int) -> Callable[..., Iterable[unit_records.Made
 
 def latents(cache: Cache, number: int = 0) -> tuple[Path, list[dict[str, Any]], index.Commit]:
     """The shard of a latent commit, its records, and the commit."""
-    recipe = cache.recipes("latent")[0].name
-    commit = index.commits(cache.files, recipe, 0)[number]
-    return cache.root / Paths.shard(recipe, str(commit.shard)), audit.record_rows(cache, commit), commit
+    encoding = cache.encodings("latent")[0].name
+    commit = index.commits(cache.files, encoding, 0)[number]
+    return cache.root / Paths.shard(encoding, str(commit.shard)), audit.record_rows(cache, commit), commit
 
 
 def healed(cache: Cache, unit: index.Commit, damage: Callable[[Path], None] = Path.unlink) -> None:
     """Damage a latent shard, and make its records again in a later plan, as `encode` does."""
-    recipe = cache.recipes("latent")[0]
+    encoding = cache.encodings("latent")[0]
     made = encoder(cache, 1)
-    plan = cache.plans(recipe.name)[0]
+    plan = cache.plans(encoding.name)[0]
     [planned] = [u for u in plan.units if u.unit == unit.unit]
     rows = cache.table(plan.table).slice(planned.start, planned.count)
-    damage(cache.root / Paths.shard(recipe.name, str(unit.shard)))
+    damage(cache.root / Paths.shard(encoding.name, str(unit.shard)))
     again = Unit("a" * 32, 0, planned.count, 1)
-    assert cache.add_plan(recipe.name, 1, [again], rows)
+    assert cache.add_plan(encoding.name, 1, [again], rows)
     keys = set(rows.column("key").to_pylist())
     unit_records.write_unit(
-        cache, recipe, cache.plan(recipe.name, 1), again, made(None, plan, planned, unit, keys), lambda a, b: None
+        cache, encoding, cache.plan(encoding.name, 1), again, made(None, plan, planned, unit, keys), lambda a, b: None
     )
-    assert index.merge(cache.files, recipe.name, 1, [again.unit])
+    assert index.merge(cache.files, encoding.name, 1, [again.unit])
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_where_other_bytes_come_out_a_healed_shard_leads_to_bucket(cache: Cache,
         code, result = verified(other)
         assert code == 4
         assert result == [("shards", layout.REPAIR, "replaced"), ("snapshots", MOVED, "failed")]
-    assert len(cache.plans(cache.recipes("latent")[0].name)) == 2, "the records are there already"
+    assert len(cache.plans(cache.encodings("latent")[0].name)) == 2, "the records are there already"
     cache.keep(cache.open_snapshot().id)
     assert "sana-pipe bucket --name trained-" in verified()[1][-1][1]
     for name in (cache.root / "names").rglob("*.json"):
@@ -162,7 +162,7 @@ def test_a_snapshot_refers_to_latents_captions_and_the_null_record(cache: Cache)
 def test_a_second_damage_beside_a_replaced_record_is_repaired(cache: Cache, verified: Callable[..., Any]) -> None:
     same, other, (path, rows, _) = encoder(cache, 0), encoder(cache, 1), latents(cache)
     whole = path.read_bytes()
-    plans = lambda: len(cache.plans(cache.recipes("latent")[0].name))  # noqa: E731
+    plans = lambda: len(cache.plans(cache.encodings("latent")[0].name))  # noqa: E731
     for number in (0, 1):
         flip(path, rows[number]["offset"])
         code, result = verified(other)
@@ -177,9 +177,9 @@ def test_a_second_damage_beside_a_replaced_record_is_repaired(cache: Cache, veri
 def test_the_worked_example_of_a_repair(cache: Cache, verified: Callable[..., Any]) -> None:
     """As in the comment of `Repairs._unit`."""
     same, other, (path, rows, _) = encoder(cache, 0), encoder(cache, 1), latents(cache)
-    whole, recipe, encoded = path.read_bytes(), cache.recipes("latent")[0].name, list[set[bytes]]()
+    whole, encoding, encoded = path.read_bytes(), cache.encodings("latent")[0].name, list[set[bytes]]()
 
-    def encode(of: object, plan: WorkPlan, unit: Unit, commit: index.Commit, only: set[bytes], *rest: Any) -> Any:
+    def encode(of: object, plan: WorkList, unit: Unit, commit: index.Commit, only: set[bytes], *rest: Any) -> Any:
         encoded.append(only)
         return other(of, plan, unit, commit, only, *rest)
 
@@ -188,7 +188,7 @@ def test_the_worked_example_of_a_repair(cache: Cache, verified: Callable[..., An
         flip(path, row["offset"])
         assert ("shards", layout.REPAIR, "replaced") in verified(encode)[1]
     assert encoded == [{b}, {b, a}]
-    plans = [plan for plan in cache.plans(recipe) if plan.number]
+    plans = [plan for plan in cache.plans(encoding) if plan.number]
     keys = [cache.unit_rows(plan, unit).column("key").to_pylist() for plan in plans for unit in plan.units]
     assert keys == [[b], [a]], "the later plan has b already"
     assert verified(same)[0] == 0 and path.read_bytes() == whole
@@ -216,7 +216,7 @@ def test_a_stray_file_among_the_snapshots_stops_no_repair(cache: Cache, verified
 
 def test_segments_that_changed_places_are_damage(cache: Cache, verified: Callable[..., Any]) -> None:
     same, whole = encoder(cache, 0), {kind: index_keys(cache, kind) for kind in ("latent", "text")}
-    names = [Paths.segment(cache.recipes(kind)[0].name, 0) for kind in ("latent", "text")]
+    names = [Paths.segment(cache.encodings(kind)[0].name, 0) for kind in ("latent", "text")]
     bodies = [cache.files.document(name) for name in names]
     for name, body in zip(names, bodies[::-1], strict=True):
         cache.files.replace(name, layout.seal(body))
@@ -230,7 +230,7 @@ def test_segments_that_changed_places_are_damage(cache: Cache, verified: Callabl
 
 def index_keys(cache: Cache, kind: str) -> bytes:
     cache = Cache(cache.root)
-    return cache.index(cache.recipes(kind)[0].name).keys.tobytes()
+    return cache.index(cache.encodings(kind)[0].name).keys.tobytes()
 
 
 @pytest.mark.parametrize("kind", [UserError, CacheError, AwayError, NoSpaceError])
@@ -243,7 +243,7 @@ def test_an_error_of_one_repair_ends_the_others_only_if_they_would_fare_no_bette
         damaged[path] = path.read_bytes()
         flip(path, rows[0]["offset"])
 
-    def encode(of: object, plan: WorkPlan, unit: Unit, *rest: Any) -> Iterable[unit_records.Made]:
+    def encode(of: object, plan: WorkList, unit: Unit, *rest: Any) -> Iterable[unit_records.Made]:
         asked.append(unit.unit)
         if len(asked) < 3:
             raise kind(f"error {len(asked)}")
@@ -261,7 +261,7 @@ def test_an_error_of_one_repair_ends_the_others_only_if_they_would_fare_no_bette
     assert outcomes == ["failed: error 1", "failed: error 2", "restored"]
 
 
-def test_many_damaged_shards_of_a_recipe_are_looked_up_in_one_index(
+def test_many_damaged_shards_of_an_encoding_are_looked_up_in_one_index(
     cache: Cache, verified: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same = encoder(cache, 0)
@@ -270,13 +270,13 @@ def test_many_damaged_shards_of_a_recipe_are_looked_up_in_one_index(
         flip(path, rows[0]["offset"])
     opened, real = list[str](), Cache.index
 
-    def counted(self: Cache, recipe: str) -> index.RecordIndex:
-        opened.append(recipe)
-        return real(self, recipe)
+    def counted(self: Cache, encoding: str) -> index.RecordIndex:
+        opened.append(encoding)
+        return real(self, encoding)
 
     monkeypatch.setattr(Cache, "index", counted)
     assert [folder for folder, _, _ in verified()[1]] == ["shards"] * 3
-    assert opened == [cache.recipes("latent")[0].name]
+    assert opened == [cache.encodings("latent")[0].name]
     opened.clear()
     assert verified(same)[0] == 0
     assert len(opened) == 2, "one to verify, one to repair"
@@ -284,7 +284,7 @@ def test_many_damaged_shards_of_a_recipe_are_looked_up_in_one_index(
 
 def test_status_names_what_mends_each_damage(cache: Cache, capsys: pytest.CaptureFixture[str]) -> None:
     config = load("tiny", [f"cache={cache.root}"])
-    segment = Paths.segment(cache.recipes("latent")[0].name, 0)
+    segment = Paths.segment(cache.encodings("latent")[0].name, 0)
     flip(cache.root / segment, 40)
     (cache.root / Paths.table(cache.open_snapshot().head.chunks[0].samples, "arrow")).unlink()
     fixes = {"names/latest": layout.REPAIR, segment: layout.REPAIR}
@@ -335,9 +335,9 @@ def test_a_repair_of_both_kinds_has_one_encoder_in_memory_at_a_time(
     config, cache = make_config(tmp_path), Cache(small_cache_copy)
     whole: dict[Path, bytes] = {}
     for kind in ("latent", "text"):
-        recipe = cache.recipes(kind)[0].name
-        for commit in index.commits(cache.files, recipe, 0):
-            path = cache.root / Paths.shard(recipe, str(commit.shard))
+        encoding = cache.encodings(kind)[0].name
+        for commit in index.commits(cache.files, encoding, 0):
+            path = cache.root / Paths.shard(encoding, str(commit.shard))
             whole[path] = path.read_bytes()
             flip(path, audit.record_rows(cache, commit)[0]["offset"])
     loads: list[str] = []
@@ -356,7 +356,7 @@ def test_a_repair_of_both_kinds_has_one_encoder_in_memory_at_a_time(
 
     def alternating(*arguments: Any) -> list[Finding]:
         findings = list(verify_contents(*arguments))
-        halves = [[f for f in findings if f.recipe.startswith(kind)] for kind in ("text", "latent")]
+        halves = [[f for f in findings if f.encoding.startswith(kind)] for kind in ("text", "latent")]
         assert min(map(len, halves)) > 0
         return [f for pair in zip_longest(*halves) for f in pair if f is not None]
 
@@ -378,16 +378,16 @@ def test_a_repair_of_both_kinds_has_one_encoder_in_memory_at_a_time(
     assert {"text-" in str(path) for path in right} == ({True} if out_of_memory else {True, False})
 
 
-def test_each_recipe_is_compared_with_the_encoder_that_is_loaded(
+def test_each_encoding_is_compared_with_the_encoder_that_is_loaded(
     small_cache_copy: Path, make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     cache = Cache(small_cache_copy)
-    recipe = cache.recipes("text")[0]
-    assert isinstance(recipe, TextRecipe)
-    other = dataclasses.replace(recipe, weights="0" * 32)
-    cache.add_recipe(other)
-    plan = cache.plans(recipe.name)[0]
-    commit = index.commits(cache.files, recipe.name, 0)[0]
+    encoding = cache.encodings("text")[0]
+    assert isinstance(encoding, TextEncoding)
+    other = dataclasses.replace(encoding, weights="0" * 32)
+    cache.add_encoding(other)
+    plan = cache.plans(encoding.name)[0]
+    commit = index.commits(cache.files, encoding.name, 0)[0]
     unit = next(unit for unit in plan.units if unit.unit == commit.unit)
     only = {row["key"] for row in audit.record_rows(cache, commit)}
     config = make_config(tmp_path)
@@ -396,7 +396,7 @@ def test_each_recipe_is_compared_with_the_encoder_that_is_loaded(
     rows = cache.unit_rows(plan, unit)
     assert list(encoder.remake(plan, unit, commit, only, rows))
     with pytest.raises(CacheError) as caught:
-        encoder.remake(dataclasses.replace(plan, recipe=other.name), unit, commit, only, rows)
+        encoder.remake(dataclasses.replace(plan, encoding=other.name), unit, commit, only, rows)
     assert "weights" in str(caught.value.found)
 
 
@@ -467,7 +467,7 @@ def test_where_an_adopted_shard_is_is_said_beside_where_its_source_may_be(
     here.unlink()
     real = Cache.unit_rows
 
-    def unit_rows(cache: Cache, plan: WorkPlan, unit: Unit) -> pa.Table:
+    def unit_rows(cache: Cache, plan: WorkList, unit: Unit) -> pa.Table:
         rows = real(cache, plan, unit)
         return rows.set_column(1, "source", pa.array(["two"] * len(rows)))
 
@@ -502,9 +502,9 @@ def test_a_picture_that_has_moved_is_repaired_from_its_new_place(
     put({f"0{name}" if kind == "folder" else name: contents[name] for name in sorted(contents, reverse=True)})
     assert stages.encode.run(config, str(data))["images"] == 0
     cache = Cache(config.cache)
-    recipe = cache.recipes("latent")[0].name
-    commit = index.commits(cache.files, recipe, 0)[0]
-    path = cache.root / layout.Paths.shard(recipe, str(commit.shard))
+    encoding = cache.encodings("latent")[0].name
+    commit = index.commits(cache.files, encoding, 0)[0]
+    path = cache.root / layout.Paths.shard(encoding, str(commit.shard))
     whole = path.read_bytes()
     flip(path, audit.record_rows(cache, commit)[0]["offset"])
     assert stages.verify.run(config, repair=True) == 0

@@ -36,8 +36,8 @@ from pipeline.data.encoding import estimate
 from pipeline.data.loader import randomness, schedule
 from pipeline.data.loader.loader import Loader
 from pipeline.data.loader.planner import Planner
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from tests.support import tiny_cache
 from tests.support.loading import loader_settings
 from tests.support.packed import pack
@@ -197,7 +197,7 @@ def test_another_model_counts_something_else(disk: Cache, real_run: Any, monkeyp
 
 def test_an_imagined_snapshot_lies_as_a_packed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the rows of a real one's captions: the same shards, offsets, rows and sizes."""
-    latent, text = LatentRecipe(weights="w", compression=8, channels=2), TextRecipe(weights="w", width=3)
+    latent, text = LatentEncoding(weights="w", compression=8, channels=2), TextEncoding(weights="w", width=3)
     cache = build(tmp_path / "cache", 250, buckets=[(64, 64), (32, 128)], batch=12, latent=latent, text=text)
     real = pack(cache, 24, window=3)
     every = [np.arange(b.samples) + real.row(i, 0) for i, b in enumerate(real.buckets)]
@@ -222,7 +222,7 @@ def test_an_imagined_snapshot_lies_as_a_packed_one(tmp_path: Path, monkeypatch: 
 
 
 def test_an_imagined_unpacked_snapshot_has_each_place_once() -> None:
-    content = Imagined(3000, {(64, 64): 16, (32, 128): 16}, LatentRecipe(weights="w"), TextRecipe(weights="w"))
+    content = Imagined(3000, {(64, 64): 16, (32, 128): 16}, LatentEncoding(weights="w"), TextEncoding(weights="w"))
     whole = ImaginedSnapshot(content, MirrorModel(1 << 40))
     parts = [whole.columns(np.arange(bucket * 1500, bucket * 1500 + 1500)) for bucket in (0, 1)]
     for kind, lying in (("latent", [p.pictures["latent"] for p in parts]), ("text", [p.captions for p in parts])):
@@ -257,7 +257,7 @@ def test_waits_follow_from_the_store(disk: Cache) -> None:
 def test_bytes_are_those_of_the_estimate() -> None:
     million, billion = scale.cache_of(10**6), scale.cache_of(10**9)
     assert billion.total == pytest.approx(1000 * million.total)
-    latent, text = LatentRecipe(weights="w"), TextRecipe(weights="w")
+    latent, text = LatentEncoding(weights="w"), TextEncoding(weights="w")
     mean = np.mean([estimate.text_bytes(text, int(rows), simulate.CAPTION_BYTES) for rows in simulate.caption_rows()])
     assert million.text / 1e6 == pytest.approx(mean, rel=0.002)
     shapes = scale.data_of(scale.configured(8)).buckets

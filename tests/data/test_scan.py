@@ -150,7 +150,7 @@ def scanned(
     if publish:
         cache.add_scan(
             "photos",
-            {"root": source.location, "table": cache.put_table(table), "recipes": {"latent": "l", "text": "t"}},
+            {"root": source.location, "table": cache.put_table(table), "encodings": {"latent": "l", "text": "t"}},
         )
         fragments.finish()
     return table
@@ -293,7 +293,7 @@ def test_a_source_is_opened_again_without_its_table(
 ) -> None:
     source = CountedTars(tars)
     table = scanned(source, cache, publish=False)
-    cache.add_scan("photos", source.document() | {"table": "00" * 16, "recipes": {"latent": "l", "text": "t"}})
+    cache.add_scan("photos", source.document() | {"table": "00" * 16, "encodings": {"latent": "l", "text": "t"}})
     monkeypatch.setattr(Cache, "table", lambda *_: 1 / 0)
     again = scanning.reopen(cache, "photos", DataConfig())
     for row in range(len(table)):
@@ -478,7 +478,7 @@ def test_another_data_set_under_a_known_name_is_refused(folder: Path, cache: Cac
     source = Counted(other)
     table = scanned(source, cache, publish=False)
     with pytest.raises(UserError, match=naming(folder)) as caught:
-        last_scan.gone(cache, source, table, 0.99)
+        last_scan.count_missing(cache, source, table, 0.99)
     assert "--source-name" in str(caught.value.fix)
 
 
@@ -767,7 +767,7 @@ def test_rejects_that_came_from_failed_reads_are_tried_again(
     old = pa.Table.from_pylist(kept, scan_table.SCAN)
     source = CountedTars(tars)
     cache.add_scan(
-        "photos", {"root": source.location, "table": cache.put_table(old), "recipes": {"latent": "l", "text": "t"}}
+        "photos", {"root": source.location, "table": cache.put_table(old), "encodings": {"latent": "l", "text": "t"}}
     )
     assert scanned(source, cache).equals(truth if again else old)
     assert source.listed == ["1.tar"] * again
@@ -873,7 +873,7 @@ def test_the_id_of_a_scan_covers_what_decides_its_table(folder: Path, cache: Cac
     elif change == "the last scan":
         body = cache.last_scan("photos")
         assert body is not None
-        cache.add_scan("photos", {**body, "recipes": {**body["recipes"], "latent": "other"}})
+        cache.add_scan("photos", {**body, "encodings": {**body["encodings"], "latent": "other"}})
     elif change != "nothing":
         options = {"pixels": {"max_pixels": 7}, "rehash": {"rehash": True}}[change]
     assert (identity(**options) == before) == (change == "nothing")

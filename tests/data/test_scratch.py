@@ -217,7 +217,7 @@ def test_status_needs_no_temporary_file(folder: Path, tmp_path: Path, monkeypatc
     cache = Cache(tmp_path / "cache", create=True)
     rejects = pa.table({"item": list("abcde"), "reject": pa.array([None, "x", None, None, "y"], pa.string())})
     cache.add_scan(
-        "photos", {"root": "/photos", "table": cache.put_table(rejects), "recipes": {"latent": "l", "text": "t"}}
+        "photos", {"root": "/photos", "table": cache.put_table(rejects), "encodings": {"latent": "l", "text": "t"}}
     )
     monkeypatch.setattr(Files, "temporary", lambda self: 1 / 0)
     result = status(Cache(tmp_path / "cache"))
@@ -247,7 +247,7 @@ def test_a_full_disk_is_no_damage_of_the_cache(tmp_path: Path, monkeypatch: pyte
 
     cache = Cache(tmp_path / "cache", create=True)
     table = cache.put_table(pa.table({"item": ["a"], "reject": pa.array([None], pa.string())}))
-    cache.add_scan("photos", {"root": "/photos", "table": table, "recipes": {"latent": "l", "text": "t"}})
+    cache.add_scan("photos", {"root": "/photos", "table": table, "encodings": {"latent": "l", "text": "t"}})
     monkeypatch.setattr(Files, "mapped", full)
     with pytest.raises(NoSpaceError):
         status(cache)

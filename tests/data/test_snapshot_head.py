@@ -53,8 +53,8 @@ def test_unknown_keys_are_refused_by_name(tmp_path: Path) -> None:
         del part["new"]
 
 
-def test_a_recipe_with_unknown_fields_is_refused(tmp_path: Path) -> None:
+def test_an_encoding_with_unknown_fields_is_refused(tmp_path: Path) -> None:
     values = head_of(tmp_path / "cache")
-    values["recipes"] = {**values["recipes"], "latent": {**values["recipes"]["latent"], "new": 1}}
+    values["encodings"] = {**values["encodings"], "latent": {**values["encodings"]["latent"], "new": 1}}
     with pytest.raises(CacheError, match="new"):
-        _ = Head.parse(values).recipes_by_kind
+        _ = Head.parse(values).encodings_by_kind

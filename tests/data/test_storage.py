@@ -25,12 +25,12 @@ from pipeline.base.errors import CacheError, ConfigError, IntegrityError
 from pipeline.config import Config, load
 from pipeline.data.cache import audit, codec, index, layout, shard
 from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.recipes import Recipe, recipe_class
+from pipeline.data.cache.encodings import Encoding, encoding_class
 from pipeline.data.cache.snapshot_samples import samples_schema
 from pipeline.data.encoders.text import TextEncoder
 from pipeline.data.loader.loader import Loader
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.tools.reporting import draw_latents
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.loading import loader_settings
@@ -97,7 +97,7 @@ def test_int8_of_no_token_or_one(kind: str, shape: tuple[int, ...]) -> None:
     array, coder = bits(shape), codec.Codec(kind == "text", codec.INT8)
     back = np.empty_like(array)
     coder.decode(payload := coder.encode(array), back, "record")
-    assert len(payload) == codec.payload_bytes(recipe_class(kind)(storage=codec.INT8), shape)
+    assert len(payload) == codec.payload_bytes(encoding_class(kind)(storage=codec.INT8), shape)
     assert np.array_equal(back, array), "one token: each channel's scale is its value"
 
 
@@ -153,28 +153,28 @@ def test_rounding_is_to_nearest_even_and_never_to_infinity() -> None:
 # ---------------------------------------------------------------- shards
 
 
-def written(root: Path, storage: str, kind: str = "latent", count: int = 1) -> tuple[Cache, Recipe, str, pa.Table]:
-    recipe: Recipe
+def written(root: Path, storage: str, kind: str = "latent", count: int = 1) -> tuple[Cache, Encoding, str, pa.Table]:
+    encoding: Encoding
     if kind == "latent":
-        recipe = LatentRecipe(weights="w", channels=4, storage=storage)
+        encoding = LatentEncoding(weights="w", channels=4, storage=storage)
     else:
-        recipe = TextRecipe(weights="w", width=6, storage=storage)
+        encoding = TextEncoding(weights="w", width=6, storage=storage)
     cache = Cache(root, create=True)
-    cache.add_recipe(recipe)
-    with shard.ShardWriter(cache.files, recipe, "unit") as writer:
+    cache.add_encoding(encoding)
+    with shard.ShardWriter(cache.files, encoding, "unit") as writer:
         for i in range(count):
             array = bits((4, 2, 3), i) if kind == "latent" else bits((3 + i, 6), i)
             writer.add(bytes([i + 1] * 16), array, caption=f"Caption {i}" if kind == "text" else None)
         name, _, table = writer.finish()
-    return cache, recipe, name, table
+    return cache, encoding, name, table
 
 
 @pytest.mark.parametrize("storage", STORED)
 def test_every_flipped_bit_of_a_payload_is_noticed(storage: str, tmp_path: Path) -> None:
-    cache, recipe, name, table = written(tmp_path / "c", storage)
-    path = cache.files.path(layout.Paths.shard(recipe.name, name))
+    cache, encoding, name, table = written(tmp_path / "c", storage)
+    path = cache.files.path(layout.Paths.shard(encoding.name, name))
     row, good = table.to_pylist()[0], path.read_bytes()
-    reader, into = shard.ShardReader(cache.files, recipe.name), np.empty((4, 2, 3), np.uint16)
+    reader, into = shard.ShardReader(cache.files, encoding.name), np.empty((4, 2, 3), np.uint16)
 
     def read() -> None:
         reader.read(name, row["offset"], row["key"], row["checksum"], into, row["length"])
@@ -191,7 +191,7 @@ def test_every_flipped_bit_of_a_payload_is_noticed(storage: str, tmp_path: Path)
     read()
     path.write_bytes(good[: row["offset"] + row["length"] - 1])
     with pytest.raises(IntegrityError, match="cut short"):
-        shard.ShardReader(cache.files, recipe.name).read(
+        shard.ShardReader(cache.files, encoding.name).read(
             name, row["offset"], row["key"], row["checksum"], into, row["length"]
         )
 
@@ -199,12 +199,12 @@ def test_every_flipped_bit_of_a_payload_is_noticed(storage: str, tmp_path: Path)
 @pytest.mark.parametrize("storage", STORED)
 def test_the_checksum_is_what_notices(storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sabotage: with the checksum switched off a flipped mantissa bit gives other values without a word."""
-    cache, recipe, name, table = written(tmp_path / "c", storage)
+    cache, encoding, name, table = written(tmp_path / "c", storage)
     row = table.to_pylist()[0]
-    reader, good = shard.ShardReader(cache.files, recipe.name), np.empty((4, 2, 3), np.uint16)
+    reader, good = shard.ShardReader(cache.files, encoding.name), np.empty((4, 2, 3), np.uint16)
     where = (name, row["offset"], row["key"], row["checksum"])
     reader.read(*where, good, row["length"])
-    path = cache.files.path(layout.Paths.shard(recipe.name, name))
+    path = cache.files.path(layout.Paths.shard(encoding.name, name))
     data = bytearray(path.read_bytes())
     data[row["offset"] + (22 if storage == codec.LOSSLESS else row["length"] - 1)] ^= 0x10
     path.write_bytes(data)
@@ -218,10 +218,10 @@ def test_the_checksum_is_what_notices(storage: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("storage", STORED)
 def test_a_payload_is_not_decoded_as_something_else(storage: str, tmp_path: Path) -> None:
-    cache, recipe, name, table = written(tmp_path / "c", storage, "text")
+    cache, encoding, name, table = written(tmp_path / "c", storage, "text")
     row = table.to_pylist()[0]
     where = (name, row["offset"], row["key"], row["checksum"])
-    reader = shard.ShardReader(cache.files, recipe.name)
+    reader = shard.ShardReader(cache.files, encoding.name)
     with pytest.raises(IntegrityError, match="shape"):
         reader.read(*where, np.empty((6, 3), np.uint16), row["length"])
     with pytest.raises(IntegrityError, match="not recorded"):
@@ -234,18 +234,18 @@ def test_a_payload_is_not_decoded_as_something_else(storage: str, tmp_path: Path
     for wrong in (payload[:-1], payload[:40], payload + b"\0" if storage == codec.INT8 else payload[:38]):
         with pytest.raises(IntegrityError):
             coder.decode(wrong, np.empty((3, 6), np.uint16), "record")
-    # without the recipe's document nothing is guessed
-    cache.files.remove(layout.Paths.recipe(recipe.name))
+    # without the encoding's document nothing is guessed
+    cache.files.remove(layout.Paths.encoding(encoding.name))
     with pytest.raises(IntegrityError, match=naming(name, "bf16", (3, 6))):
-        shard.ShardReader(cache.files, recipe.name).read(*where, np.empty((3, 6), np.uint16), row["length"])
+        shard.ShardReader(cache.files, encoding.name).read(*where, np.empty((3, 6), np.uint16), row["length"])
 
 
 @pytest.mark.parametrize("storage", STORED)
 def test_webdataset_and_numpy_read_the_members(storage: str, tmp_path: Path) -> None:
     import webdataset
 
-    cache, recipe, name, table = written(tmp_path / "c", storage, "text", count=3)
-    path = cache.files.path(layout.Paths.shard(recipe.name, name))
+    cache, encoding, name, table = written(tmp_path / "c", storage, "text", count=3)
+    path = cache.files.path(layout.Paths.shard(encoding.name, name))
     samples = list(webdataset.WebDataset(str(path), shardshuffle=False, empty_check=False))
     assert [s["__key__"] for s in samples] == [k.hex() for k in table.column("key").to_pylist()]
     for i, sample in enumerate(samples):
@@ -266,8 +266,8 @@ def test_the_example_of_the_page_decodes_the_same(storage: str, kind: str, tmp_p
     (example,) = [text for text in examples() if "SPZ1" in text]
     page: dict = {}
     exec(compile(example, "cache_layout.md", "exec"), page)
-    cache, recipe, name, table = written(tmp_path / "c", storage, kind)
-    row, reader = table.to_pylist()[0], shard.ShardReader(cache.files, recipe.name)
+    cache, encoding, name, table = written(tmp_path / "c", storage, kind)
+    row, reader = table.to_pylist()[0], shard.ShardReader(cache.files, encoding.name)
     where, into = (name, row["offset"], row["key"], row["checksum"]), np.empty(SHAPES[kind], np.uint16)
     reader.read(*where, into, row["length"])
     values = page["decode"](bytes(reader.stored(*where, row["length"])), kind)
@@ -278,19 +278,19 @@ def test_the_example_of_the_page_decodes_the_same(storage: str, kind: str, tmp_p
 
 
 def test_plain_storage_changes_no_id_and_no_schema() -> None:
-    assert TextRecipe(weights="w", storage="bf16").id == TextRecipe(weights="w").id
-    schema = samples_schema([LatentRecipe(), TextRecipe()])
+    assert TextEncoding(weights="w", storage="bf16").id == TextEncoding(weights="w").id
+    schema = samples_schema([LatentEncoding(), TextEncoding()])
     assert [field.name for field in schema.field("latent").type] == ["shard", "offset", "key", "checksum"]
-    lossless = samples_schema([LatentRecipe(storage="bf16-zstd"), TextRecipe()])
+    lossless = samples_schema([LatentEncoding(storage="bf16-zstd"), TextEncoding()])
     assert lossless.field("latent").type.get_field_index("length") == 4
     assert lossless.field("captions") == schema.field("captions")
-    ids = {TextRecipe(weights="w", storage=storage).id for storage in codec.STORAGES}
+    ids = {TextEncoding(weights="w", storage=storage).id for storage in codec.STORAGES}
     assert len(ids) == 3
 
 
 def test_an_unknown_storage_is_refused() -> None:
     with pytest.raises(CacheError, match=naming("'fp4'")):
-        codec.codec_of(TextRecipe(storage="fp4"))
+        codec.codec_of(TextEncoding(storage="fp4"))
     with pytest.raises(ConfigError, match=r"encode\.storage"):
         load("tiny", ["encode.storage=zstd"])
 
@@ -377,10 +377,10 @@ def test_one_flipped_byte_is_repaired_to_the_byte(
     config = copy[1]
     cache = Cache(config.cache)
     assert stages.verify.run(config, as_json=True) == 0
-    recipe = cache.recipes(kind)[0].name
-    commit = max(index.commits(cache.files, recipe, 0), key=lambda c: c.records)
+    encoding = cache.encodings(kind)[0].name
+    commit = max(index.commits(cache.files, encoding, 0), key=lambda c: c.records)
     row = audit.record_rows(cache, commit)[-1]
-    path = cache.files.path(layout.Paths.shard(recipe, commit.shard or ""))
+    path = cache.files.path(layout.Paths.shard(encoding, commit.shard or ""))
     good = path.read_bytes()
     bad = bytearray(good)
     bad[row["offset"] + 30] ^= 4
@@ -408,9 +408,9 @@ def test_a_repair_copies_lossy_records_as_they_stand(
     )  # the stored payload is ignored
     config = copy[1]
     cache = Cache(config.cache)
-    recipe = cache.recipes("text")[0].name
-    commit = max(index.commits(cache.files, recipe, 0), key=lambda c: c.records)
-    path = cache.files.path(layout.Paths.shard(recipe, commit.shard or ""))
+    encoding = cache.encodings("text")[0].name
+    commit = max(index.commits(cache.files, encoding, 0), key=lambda c: c.records)
+    path = cache.files.path(layout.Paths.shard(encoding, commit.shard or ""))
     bad = bytearray(path.read_bytes())
     bad[audit.record_rows(cache, commit)[0]["offset"] + 30] ^= 4
     path.write_bytes(bad)

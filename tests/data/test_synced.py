@@ -56,7 +56,7 @@ class Disk:
 
 
 def publish_everything(root: Path) -> None:
-    """Recipes, shards, plans, commits, scans, segments, tables, snapshots and packed shards."""
+    """Encodings, shards, plans, commits, scans, segments, tables, snapshots and packed shards."""
     cache = tiny_cache.build(root, {(256, 256): 12, (128, 256): 12}, batch=4, per_shard=6)
     pack(cache, 2)
     files = cache.files
@@ -70,7 +70,16 @@ def test_everything_is_on_the_disk_before_it_has_a_name(tmp_path: Path, monkeypa
     watched = Disk(tmp_path / "cache", monkeypatch)
     publish_everything(tmp_path / "cache")
     assert not watched.unsynced
-    assert {"shards", "tables", "plans", "units", "segments", "snapshots", "recipes", "copies"} <= watched.named.keys()
+    assert {
+        "shards",
+        "tables",
+        "plans",
+        "units",
+        "segments",
+        "snapshots",
+        "encodings",
+        "copies",
+    } <= watched.named.keys()
 
 
 def test_what_is_copied_from_another_cache_is_on_the_disk_before_it_has_a_name(
@@ -99,7 +108,7 @@ def test_a_list_of_rejects_is_on_the_disk_before_it_has_a_name(
 
 @pytest.mark.parametrize(
     ("helper", "lost"),
-    [("write_synced", {"recipes", "tables", "claims"}), ("sync", {"tables"})],
+    [("write_synced", {"encodings", "tables", "claims"}), ("sync", {"tables"})],
 )
 def test_a_missing_sync_is_seen(helper: str, lost: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sabotage."""

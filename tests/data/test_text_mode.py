@@ -41,9 +41,9 @@ Mode = Literal["auto", "exact"]
 
 
 def encoder(folder: Path, mode: Mode = "auto", dtype: Literal["fp32", "bf16"] = "fp32", **options: Any) -> TextEncoder:
-    recipe = options.pop("recipe", "diffusers")
-    instruction = options.pop("instruction", rules.INSTRUCTIONS[recipe])
-    config = TextConfig(id=str(folder), dtype=dtype, mode=mode, recipe=recipe, **options)
+    prompting = options.pop("prompting", "diffusers")
+    instruction = options.pop("instruction", rules.INSTRUCTIONS[prompting])
+    config = TextConfig(id=str(folder), dtype=dtype, mode=mode, prompting=prompting, **options)
     return TextEncoder.load(config, instruction, "cpu")
 
 
@@ -61,11 +61,11 @@ def largest(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
 # ---------------------------------------------------------------- equal rows
 
 
-@pytest.mark.parametrize("recipe", ["diffusers", "nvlabs"])
-def test_rows_of_both_recipes(tiny_repo: Path, recipe: str) -> None:
+@pytest.mark.parametrize("prompting", ["diffusers", "nvlabs"])
+def test_rows_of_both_prompting(tiny_repo: Path, prompting: str) -> None:
     """The instruction is longer than the sliding window of every other layer, and the long caption is cut."""
-    captions = [rules.normalise(caption, recipe) for caption in CAPTIONS]
-    fast, plain = encoder(tiny_repo, recipe=recipe), encoder(tiny_repo, "exact", recipe=recipe)
+    captions = [rules.normalise(caption, prompting) for caption in CAPTIONS]
+    fast, plain = encoder(tiny_repo, prompting=prompting), encoder(tiny_repo, "exact", prompting=prompting)
     assert len(fast.shared_ids) > fast.model.config.sliding_window  # type: ignore[union-attr, operator]
     assert largest(rows(fast, captions), rows(plain, captions)) < 1e-5
     assert fast.unshared == 0
@@ -274,7 +274,7 @@ def test_bf16_may_differ_as_much_as_the_reference_from_itself(tiny_repo: Path, m
 # ---------------------------------------------------------------- around it
 
 
-def test_the_mode_is_no_part_of_the_recipe(tiny_repo: Path) -> None:
+def test_the_mode_is_no_part_of_the_encoding(tiny_repo: Path) -> None:
     auto, exact = (describe_text(TextConfig(id=str(tiny_repo), mode=mode), "x") for mode in ("auto", "exact"))  # type: ignore[arg-type]
     assert auto == exact
 
@@ -289,13 +289,13 @@ def test_the_mode_is_checked_and_kept_as_provenance(
     stages.encode.run(config, data=str(photos))
     assert modes(config) == {"exact"}
     one = stages.encode.run(make_config(tmp_path), data=str(photos))
-    assert one["captions"] == 0  # the same recipe: nothing to do
+    assert one["captions"] == 0  # the same encoding: nothing to do
 
 
 def modes(config: Config) -> set[str]:
     cache = Cache(config.cache)
-    (recipe,) = {path.stem for path in Path(config.cache).glob("recipes/text-*.json")}
-    made = [one for plan in cache.plans(recipe) for one in index.commits(cache.files, recipe, plan.number)]
+    (encoding,) = {path.stem for path in Path(config.cache).glob("encodings/text-*.json")}
+    made = [one for plan in cache.plans(encoding) for one in index.commits(cache.files, encoding, plan.number)]
     return {commit.provenance["text_mode"] for commit in made}
 
 

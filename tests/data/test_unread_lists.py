@@ -1,4 +1,4 @@
-"""Files that name pictures and are not read, and names of further pictures in another Unicode form."""
+"""Files that name pictures and are not read, and names of control pictures and masks in another Unicode form."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ ONCE: dict[str, Callable[[Cache], str]] = {
 }
 TWICE: dict[str, Callable[[Cache], str]] = {
     "format": lambda cache: Paths.FORMAT,
-    "recipe": lambda cache: Paths.recipe(synthetic.LATENT.name),
+    "encoding": lambda cache: Paths.encoding(synthetic.LATENT.name),
     "earlier scan": lambda cache: Paths.numbered(Paths.scans("one"), 0),
     "last scan": lambda cache: Paths.numbered(Paths.scans("one"), 1),
     "plan": lambda cache: Paths.numbered(Paths.plans(synthetic.LATENT.name), 0),

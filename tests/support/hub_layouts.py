@@ -53,7 +53,7 @@ SMALL = SanaConfig(
 
 @dataclass(frozen=True)
 class Set:
-    """One set of weights. `other`: other values than the sets beside it (a file that nobody should read)."""
+    """One set of weights. `other`: other values than the sets next to it (a file that nobody should read)."""
 
     variant: str | None = None
     dtype: torch.dtype = torch.float32

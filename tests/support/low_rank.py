@@ -1,4 +1,4 @@
-"""A low-rank layer through `Adapter`, and a recipe with a second loss, for tests of the seams."""
+"""A low-rank layer through `Adapter`, and an objective with a second loss, for tests of the seams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.train.models.adapters import Adapter, Merged
 from pipeline.train.models.config import FlowConfig
 from pipeline.train.models.spec import ModelSpec, Values
 from pipeline.train.parallel.microbatch import Outputs
-from pipeline.train.training.recipes.flow import Flow
+from pipeline.train.training.objectives.flow import Flow
 
 LAYER = "transformer_blocks.1.attn2.to_q"
 

@@ -34,4 +34,4 @@ def decide(
     config: Config, shape: SanaConfig, data: Data, machine: Machine, begun: auto.Begun | None = None
 ) -> tuple[TrainConfig, list[str]]:
     """`auto.decide` by a search that is opened where it is needed."""
-    return auto.decide(config.train, machine, lambda: Search(shape, data, machine, config.bears), begun)
+    return auto.decide(config.train, machine, lambda: Search(shape, data, machine, config.supports), begun)

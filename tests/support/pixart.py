@@ -21,7 +21,8 @@ CLASS = "PixArtTransformer2DModel"
 
 
 class Module(PixArtTransformer2DModel):
-    """diffusers' model with the inputs of a `Recipe`, its blocks, and a position embedding that is computed anew."""
+    """diffusers' model with the inputs of an `Objective`, its blocks, and a position embedding that is computed
+    anew."""
 
     tensor_parallel_plan: Mapping[str, str] = {}
 

@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 
 from pipeline.config import load
-from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.latent import LatentEncoding
 from pipeline.tools.reporting.export_readme import copy_pictures, readme
 from pipeline.tools.reporting.run_pictures import DECODED
 from pipeline.train.models.adapters.lora import LoRA
@@ -22,7 +22,7 @@ from stages.export import described, first_drawing
 from tests.support.drawings import draw, paint
 from tests.support.hub_layouts import SMALL
 
-RECIPE = LatentRecipe(compression=8, channels=4)
+ENCODING = LatentEncoding(compression=8, channels=4)
 
 
 def written(run: Path, folder: Path, step: int, *overrides: str) -> str:
@@ -44,7 +44,7 @@ def written(run: Path, folder: Path, step: int, *overrides: str) -> str:
 
 def test_pictures_of_the_base_and_of_the_last_drawing_up_to_the_step(tmp_path: Path) -> None:
     for step in (0, 100, 200):
-        paint(draw(tmp_path / "run", step, RECIPE, ("a red cube", "a | b")), shade=step)
+        paint(draw(tmp_path / "run", step, ENCODING, ("a red cube", "a | b")), shade=step)
     text = written(tmp_path / "run", tmp_path / "export", 150)
     assert "| prompt | base | adapter, step 100 |" in text
     assert r"| a \| b | ![](pictures/1-base.png) | ![](pictures/1-adapter.png) |" in text
@@ -56,7 +56,7 @@ def test_pictures_of_the_base_and_of_the_last_drawing_up_to_the_step(tmp_path: P
 def test_foreign_text_is_no_markup_in_a_readme(tmp_path: Path) -> None:
     prefix = "---\nsks: [x](http://evil) `a` | <img src=x> \\'q\\ # {{ 7 * 7 }}, "
     for step in (0, 100):
-        paint(draw(tmp_path / "run", step, RECIPE, ("**a** <b> [l](u) | `c`\n\n# head\n---", "b")), shade=step)
+        paint(draw(tmp_path / "run", step, ENCODING, ("**a** <b> [l](u) | `c`\n\n# head\n---", "b")), shade=step)
     text = written(tmp_path / "run", tmp_path / "export", 150, f"data.caption_prefix={json.dumps(prefix)}")
     head = text.split("\n---\n")[0]
     values = yaml.safe_load(head.removeprefix("---\n"))
@@ -73,7 +73,7 @@ def test_foreign_text_is_no_markup_in_a_readme(tmp_path: Path) -> None:
 
 def test_a_controlnet_shows_the_control_beside_its_pictures(tmp_path: Path) -> None:
     for step in (0, 100):
-        path = draw(tmp_path / "run", step, RECIPE, ("a", "b"), controls=[])
+        path = draw(tmp_path / "run", step, ENCODING, ("a", "b"), controls=[])
         paint(path, shade=step)
         document = json.loads((path.with_suffix("") / DECODED).read_text())
         document["files"] |= {f"{name[:4]}-control": name for name in document["files"].values()}
@@ -86,7 +86,7 @@ def test_a_controlnet_shows_the_control_beside_its_pictures(tmp_path: Path) -> N
 
 
 def test_without_a_drawing_of_the_base_it_says_how_to_get_pictures(tmp_path: Path) -> None:
-    paint(draw(tmp_path / "run", 100, RECIPE))
+    paint(draw(tmp_path / "run", 100, ENCODING))
     assert "sample --watch RUN --once" in written(tmp_path / "run", tmp_path / "export", 100)
     assert not (tmp_path / "export/pictures").exists()
 

@@ -244,7 +244,7 @@ def test_plan_predicts_no_bf16_for_a_card_without_it(card: str, runs_in: str, fi
     config = load("sana_1600m_1024", sets)
     with pytest.raises(UserError, match=fix):
         stages.plan.run(config, stages.plan.Options(gpu=card))
-    predict.check_precision("fp32", config.bears, auto.named(card, None, 1))
+    predict.check_precision("fp32", config.supports, auto.named(card, None, 1))
 
 
 @pytest.mark.parametrize("name", ["4060", "3060 8GB", "4060 ti 8GB", "a100 60GB", "rtx", ""])

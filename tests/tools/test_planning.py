@@ -51,19 +51,19 @@ def real_peak(train: TrainConfig, architecture: SanaConfig, shape: Shape) -> int
     from pipeline.train.parallel.mesh import open_mesh
     from pipeline.train.parallel.parallelize import parallelize
     from pipeline.train.training import optimizers
-    from pipeline.train.training.assemble import recipe_of
+    from pipeline.train.training.assemble import objective_of
     from pipeline.train.training.step import TrainStep
 
-    device, recipe = torch.device("cpu"), recipe_of(train)
+    device, objective = torch.device("cpu"), objective_of(train)
     with open_mesh(detect(), train.parallel, device) as mesh:
         module = SanaTransformer.from_scratch(architecture, 0, numerics=numerics(train))
         if (adapter := adapter_of(train, architecture)) is not None:
             adapter.apply(module)
         model = parallelize(module, mesh, train)
         optimizer = optimizers.build(model.module, train.optim, device)
-        step = TrainStep(model, recipe, optimizer, train, device)
+        step = TrainStep(model, objective, optimizer, train, device)
         batch = made_up_batch(architecture, shape, 0)
-        batches = [replace(batch, pictures=dict.fromkeys(recipe.pictures, batch.latents.clone()))]
+        batches = [replace(batch, pictures=dict.fromkeys(objective.pictures, batch.latents.clone()))]
         step(batches, 1)
         states = [value for state in optimizer.state.values() for value in state.values()]
         lasting = sum(t.numel() * t.itemsize for t in (*model.module.parameters(), *states))

@@ -192,7 +192,7 @@ def test_caption_lengths_and_bytes_are_those_of_the_records(made: Made) -> None:
     assert captions["at_max_length"] == 1 and captions["share_at_max_length"] == pytest.approx(1 / len(rows))
     storage = data_figures.snapshot_figures(cache, snapshot)["storage"]
     for kind in ("latent", "text"):
-        folder = made.root / "cache" / "shards" / snapshot.head.recipes_by_kind[kind].name
+        folder = made.root / "cache" / "shards" / snapshot.head.encodings_by_kind[kind].name
         assert storage[kind]["bytes"] == sum(path.stat().st_size for path in folder.rglob("*.tar"))
 
 
@@ -495,7 +495,7 @@ def whole(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
         measured = {"memory_gib_predicted": 5.0, "memory_gib": 7.5}
         (folder / "prediction.json").write_text(json.dumps({"prediction": plan, "until_step": 2, "measured": measured}))
         for step in (1, 2):
-            drawings.paint(drawings.draw(folder, step, tiny_cache.recipes()[0]), shade=100 * step)
+            drawings.paint(drawings.draw(folder, step, tiny_cache.encodings()[0]), shade=100 * step)
     out = root / "page" / "report.html"
     assert report.run(made.config, out, run=root / "chain", compare=made.root / "run") == 0
     return out
@@ -598,11 +598,11 @@ def red(data: str) -> int:
 
 def test_pictures_over_time_of_each_prompt_and_run(made: Made, run_copy: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(run_copy, tmp_path / "other"))
-    recipe, foreign = tiny_cache.recipes()[0], "<b onclick=alert(1)>&amp;"
+    encoding, foreign = tiny_cache.encodings()[0], "<b onclick=alert(1)>&amp;"
     for step, shade in ((1, 50), (2, 150), (3, 250)):
-        drawings.paint(drawings.draw(run_copy, step, recipe), shade=shade, missing=["0000"] if step == 2 else [])
-    drawings.paint(drawings.draw(other, 2, recipe, [drawings.PROMPTS[0], foreign], ema=False))
-    drawings.draw(other, 3, recipe)
+        drawings.paint(drawings.draw(run_copy, step, encoding), shade=shade, missing=["0000"] if step == 2 else [])
+    drawings.paint(drawings.draw(other, 2, encoding, [drawings.PROMPTS[0], foreign], ema=False))
+    drawings.draw(other, 3, encoding)
     out = tmp_path / "report.html"
     report.run(made.config, out, run=run_copy, compare=other)
     page = checked(out)
@@ -629,16 +629,16 @@ def test_pictures_over_time_of_each_prompt_and_run(made: Made, run_copy: Path, t
 
 
 def test_drawings_that_are_not_decoded_are_named_with_the_command(made: Made, run_copy: Path, tmp_path: Path) -> None:
-    recipe, out = tiny_cache.recipes()[0], tmp_path / "report.html"
+    encoding, out = tiny_cache.encodings()[0], tmp_path / "report.html"
     none = collect(made.config, run=run_copy)[0]["missing"]["pictures"]
     assert "train.pictures" in none["command"]
-    paths = [drawings.draw(run_copy, step, recipe) for step in (1, 2, 3)]
+    paths = [drawings.draw(run_copy, step, encoding) for step in (1, 2, 3)]
     command = f"sana-pipe sample --watch {run_copy} --once"
     report.run(made.config, out, run=run_copy)
     page = checked(out)
     assert sliders(page) == {} and f"3 of 3 drawings of {run_copy} are not decoded" in page.shown
     drawings.paint(paths[0])
-    drawings.draw(run_copy, 1, recipe, seed=1)  # drawn again: its pictures are of the earlier file
+    drawings.draw(run_copy, 1, encoding, seed=1)  # drawn again: its pictures are of the earlier file
     drawings.paint(paths[1])
     paths[2].write_bytes(b"damaged")
     report.run(made.config, out, run=run_copy)
@@ -655,7 +655,7 @@ def test_a_slider_has_a_limit_and_shows_the_first_and_the_last(made: Made, run_c
     from pipeline.tools.reporting.progress import FRAMES
 
     for step in range(1, FRAMES + 20):
-        drawings.paint(drawings.draw(run_copy, step, tiny_cache.recipes()[0], ["a cat"]))
+        drawings.paint(drawings.draw(run_copy, step, tiny_cache.encodings()[0], ["a cat"]))
     report.run(made.config, tmp_path / "report.html", run=run_copy)
     page = checked(tmp_path / "report.html")
     [frames] = sliders(page).values()

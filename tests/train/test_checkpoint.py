@@ -1,4 +1,4 @@
-"""Checkpoints beside the training: what is copied, what a failed save does, which ones are kept."""
+"""Checkpoints alongside the training: what is copied, what a failed save does, which ones are kept."""
 
 from __future__ import annotations
 

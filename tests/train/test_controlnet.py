@@ -37,7 +37,7 @@ from pipeline.train.models.spec import spec_of
 from pipeline.train.parallel.compile import compile_conditions
 from pipeline.train.parallel.mesh import Layout
 from pipeline.train.training import checkpoint, metrics
-from pipeline.train.training.assemble import Trainable, recipe_of
+from pipeline.train.training.assemble import Trainable, objective_of
 from pipeline.train.training.trainer import fit
 from stages import export
 from tests.support.controlnets import BASE, saved, settings, start, trained, weights_of
@@ -226,7 +226,7 @@ def test_what_is_trained_is_said_once() -> None:
 def test_strategies_that_divide_matrices_and_blocks_are_refused(parallel: dict[str, int]) -> None:
     train = tiny_run.config(parallel=parallel).train.model_copy(update={"controlnet": settings().controlnet})
     with pytest.raises(ConfigError, match=next(iter(parallel))):
-        Trainable(TINY, recipe_of(train), adapter_of(train, TINY)).module(train)
+        Trainable(TINY, objective_of(train), adapter_of(train, TINY)).module(train)
 
 
 def test_a_folder_or_file_of_diffusers_is_continued(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_a_resume_with_other_blocks_names_the_section(tmp_path: Path) -> None:
     assert "--from" not in str(caught.value), "which refuses it, too"
 
 
-# ------------------------------------------------------------------------------------------------------------- recipe
+# ------------------------------------------------------------------------------------------------------------ objective
 
 
 def same(tensor: Tensor) -> Tensor:
@@ -283,20 +283,20 @@ def same(tensor: Tensor) -> Tensor:
 
 
 def test_dropped_controls_are_zeros_of_drawn_visits() -> None:
-    recipe = recipe_of(settings(control_drop=0.5))
-    assert recipe.pictures == ("control",)
+    objective = objective_of(settings(control_drop=0.5))
+    assert objective.pictures == ("control",)
     batch = tiny_run.global_batch(1)
-    whole = recipe.prepare(batch, same, torch.float32).inputs["control"]
+    whole = objective.prepare(batch, same, torch.float32).inputs["control"]
     dropped = ~whole.flatten(1).any(1)
     assert 0 < dropped.sum() < len(dropped)
     assert torch.equal(whole[~dropped], batch.pictures["control"][~dropped].float())
-    parts = [recipe.prepare(tiny_run.part(batch, n, n + 1), same, torch.float32).inputs["control"] for n in range(8)]
+    parts = [objective.prepare(tiny_run.part(batch, n, n + 1), same, torch.float32).inputs["control"] for n in range(8)]
     assert torch.equal(whole, torch.cat(parts)), "in every topology"
-    other = recipe.prepare(replace(batch, logit=batch.logit + 0.1), same, torch.float32).inputs["control"]
+    other = objective.prepare(replace(batch, logit=batch.logit + 0.1), same, torch.float32).inputs["control"]
     assert not torch.equal(dropped, ~other.flatten(1).any(1)), "another visit"
-    validated = recipe.prepare(batch, same, torch.float32, 0.5).inputs["control"]
+    validated = objective.prepare(batch, same, torch.float32, 0.5).inputs["control"]
     assert validated.flatten(1).any(1).all(), "a validation drops none"
-    assert recipe_of(settings()).prepare(batch, same, torch.bfloat16).inputs["control"].dtype == torch.bfloat16
+    assert objective_of(settings()).prepare(batch, same, torch.bfloat16).inputs["control"].dtype == torch.bfloat16
 
 
 def run_settings(folder: Path | str = "unused", **train: Any) -> Config:
@@ -336,7 +336,7 @@ def test_a_validation_also_has_the_controls_of_other_samples(tmp_path: Path) -> 
     assert with_one["samples"] == after["samples"] + 3
     assert added == pytest.approx(after["parts"]["shuffled_control"] - after["loss"]), "one that is alone has no other"
     batch = tiny_run.global_batch(0)
-    other = recipe_of(settings()).contrasted(batch).pictures["control"]
+    other = objective_of(settings()).contrasted(batch).pictures["control"]
     assert torch.equal(other[1:], batch.pictures["control"][:-1]) and torch.equal(
         other[:1], batch.pictures["control"][-1:]
     )

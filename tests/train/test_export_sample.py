@@ -28,8 +28,8 @@ from pipeline.data.cache.cache import Cache
 from pipeline.data.cache.prompts import spread
 from pipeline.data.encoders.frozen import from_bits
 from pipeline.data.encoders.text import TextEncoder
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.data.sources.source import Unreadable
 from pipeline.tools.demo import small_models
 from pipeline.tools.reporting import draw_latents, encoder_process
@@ -269,7 +269,7 @@ def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, t
     assert arguments(big, 128, 8)["use_resolution_binning"] == "False"
     square = changed(big, tmp_path, "data.buckets=[[1024, 1024]]")
     assert arguments(square, 32, 32)["use_resolution_binning"] == "False", "other shapes than Sana's"
-    raw = changed(big, tmp_path, "text.recipe=nvlabs", "text.max_length=200")
+    raw = changed(big, tmp_path, "text.prompting=nvlabs", "text.max_length=200")
     assert arguments(raw, 32, 32)["max_sequence_length"] == "200"
     shape = document.architecture.with_sample_size(32)
     printed = readme("diffusers", export.described(raw, shape), 32, state=document.state, **FACTS)
@@ -665,7 +665,7 @@ def test_new_prompts_are_drawn_as_in_training(
         assert picture.size == (48, 32)
 
     opened = Cache(trained.config.cache).open_snapshot()
-    text = TextEncoder.load(trained.config.text, opened.recipe(TextRecipe).instruction, "cpu")
+    text = TextEncoder.load(trained.config.text, opened.encoding(TextEncoding).instruction, "cpu")
     captions = [from_bits(bits).float() for bits in text.encode([p.lower() for p in PROMPTS[:2]])]
     null, valid = text.null()
     del text
@@ -683,9 +683,9 @@ def test_new_prompts_are_drawn_as_in_training(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_prompts_of_another_text_recipe_or_size_are_refused(trained: Trained, tmp_path: Path) -> None:
+def test_prompts_of_another_text_encoding_or_size_are_refused(trained: Trained, tmp_path: Path) -> None:
     config = changed(trained.config, tmp_path, "text.instruction='Say this: '")
-    with pytest.raises(UserError, match="another text recipe"):
+    with pytest.raises(UserError, match="another text encoding"):
         sample.run_prompts(config, "auto", PROMPTS, tmp_path / "samples")
     with pytest.raises(UserError, match="multiples of 8") as refused:
         sample.run_prompts(config, "auto", PROMPTS, tmp_path / "samples", height=60)
@@ -694,13 +694,13 @@ def test_prompts_of_another_text_recipe_or_size_are_refused(trained: Trained, tm
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_how_the_cache_stores_text_is_no_other_text_recipe(
+def test_how_the_cache_stores_text_is_no_other_text_encoding(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts are stored in bf16, whatever the samples were."""
     head = Cache(trained.config.cache).open_snapshot().head
-    recipes = head.recipe(LatentRecipe), replace(head.recipe(TextRecipe), storage="int8")
-    monkeypatch.setattr(sample, "recipes_of", lambda *_: recipes)
+    encodings = head.encoding(LatentEncoding), replace(head.encoding(TextEncoding), storage="int8")
+    monkeypatch.setattr(sample, "encodings_of", lambda *_: encodings)
     sample.run_prompts(trained.config, "auto", PROMPTS[:1], tmp_path / "samples")
     assert (tmp_path / "samples" / "0000.png").exists()
 

@@ -21,7 +21,7 @@ from pipeline.base.errors import AwayError, RejectRateError
 from pipeline.base.launch import Launch
 from pipeline.config import load
 from pipeline.data.cache.cache import Cache
-from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.latent import LatentEncoding
 from pipeline.train.parallel import mesh
 from pipeline.train.training import checkpoint, feeding, metrics
 from pipeline.train.training.trainer import fit
@@ -114,7 +114,7 @@ def rotten(cache: Path) -> None:
     for row in {*range(len(snapshot))} - {row for _, row in shortest.values()}:
         sample = snapshot.sample(row)
         place = sample.pictures["latent"]
-        path = cache / f"shards/{snapshot.recipe(LatentRecipe).name}/{place.shard[:2]}/{place.shard}.tar"
+        path = cache / f"shards/{snapshot.encoding(LatentEncoding).name}/{place.shard[:2]}/{place.shard}.tar"
         flip(path, place.offset)
 
 

@@ -19,16 +19,16 @@ import stages.encode
 from pipeline.base.errors import ConfigError
 from pipeline.base.launch import Launch
 from pipeline.data.images import decoding, pillow_decoder
-from pipeline.data.signals.mask import MaskRecipe
+from pipeline.data.signals.mask import MaskEncoding
 from pipeline.train.models.config import FlowConfig
-from pipeline.train.models.objective import FlowMatching
+from pipeline.train.models.flow_matching import FlowMatching
 from pipeline.train.parallel.microbatch import Outputs
 from pipeline.train.training import metrics
-from pipeline.train.training.assemble import recipe_of
+from pipeline.train.training.assemble import objective_of
 from pipeline.train.training.config import MaskConfig, PreserveConfig
-from pipeline.train.training.recipes import visit_chosen
-from pipeline.train.training.recipes.control import Controlled
-from pipeline.train.training.recipes.preserve import Preserving
+from pipeline.train.training.objectives import visit_chosen
+from pipeline.train.training.objectives.control import Controlled
+from pipeline.train.training.objectives.preserve import Preserving
 from pipeline.train.training.trainer import fit
 from tests.support.launched import results_by_case
 from tests.support.workers import masked, tiny_run
@@ -84,8 +84,8 @@ def _masks() -> dict[str, Image.Image]:
 def test_a_mask_is_read_as_it_is_meant_in_every_form(name: str) -> None:
     sink = io.BytesIO()
     _masks()[name].save(sink, "PNG")
-    recipe = MaskRecipe(decoder=pillow_decoder.DECODER, background=(255, 255, 255))
-    pixels = recipe.pixels(sink.getvalue(), (64, 64), 10**6)
+    encoding = MaskEncoding(decoder=pillow_decoder.DECODER, background=(255, 255, 255))
+    pixels = encoding.pixels(sink.getvalue(), (64, 64), 10**6)
     expected = np.asarray(_masks()["rgb"])
     assert pixels.shape == (64, 64, 3) and np.abs(pixels.astype(int) - expected).max() == 0
 
@@ -97,12 +97,12 @@ def test_masks_of_classes_and_colours_are_refused_in_words() -> None:
     classes.putpalette([0, 0, 0, 128, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 128, 0])
     red = Image.new("RGB", (64, 64))
     red.paste((255, 0, 0), (0, 0, 32, 64))
-    recipe = MaskRecipe(decoder=pillow_decoder.DECODER, background=(255, 255, 255))
+    encoding = MaskEncoding(decoder=pillow_decoder.DECODER, background=(255, 255, 255))
     for picture, word in ((Image.fromarray(numbers), "at most 7"), (classes, "colours"), (red, "colours")):
         sink = io.BytesIO()
         picture.save(sink, "PNG")
         with pytest.raises(decoding.ImageReject, match=word):
-            recipe.pixels(sink.getvalue(), (64, 64), 10**6)
+            encoding.pixels(sink.getvalue(), (64, 64), 10**6)
 
 
 def test_bucket_counts_masks_that_say_nothing(
@@ -152,27 +152,29 @@ def test_the_level_of_the_loss_does_not_depend_on_the_area() -> None:
 @pytest.mark.parametrize("outside", [0.0, 0.25, 1.0])
 def test_cells_outside_have_the_weight_that_is_asked_for(outside: float) -> None:
     given = tiny_run.config(mask={"outside": outside}).train
-    recipe, batch = recipe_of(given), tiny_run.global_batch(0)
+    objective, batch = objective_of(given), tiny_run.global_batch(0)
     prediction = torch.zeros_like(batch.noise)
     for level in (None, 0.5):
-        losses = recipe.losses(Outputs(prediction, {}, {}), recipe.prepare(batch, same, torch.float32, level).targets)
+        losses = objective.losses(
+            Outputs(prediction, {}, {}), objective.prepare(batch, same, torch.float32, level).targets
+        )
         errors = (batch.noise - batch.latents.float()).square().mean(1, keepdim=True).double()
         weights = outside + (1 - outside) * batch.pictures["mask"].double()
         expected = (errors * weights).sum((1, 2, 3)) / weights.sum((1, 2, 3))
         torch.testing.assert_close(losses["flow"].double(), expected.nan_to_num(0), rtol=1e-6, atol=0)
-    assert recipe.pictures == ("mask",) and recipe_of(tiny_run.config().train).pictures == ()
+    assert objective.pictures == ("mask",) and objective_of(tiny_run.config().train).pictures == ()
 
 
 def test_preservation_is_of_all_cells() -> None:
-    recipe = Preserving(FlowConfig(), PreserveConfig(share=0.5), mask=MaskConfig())
+    objective = Preserving(FlowConfig(), PreserveConfig(share=0.5), mask=MaskConfig())
     batch = tiny_run.global_batch(0)
     chosen = visit_chosen(batch, "preserve", 0.5)
-    targets = dict(recipe.prepare(batch, same, torch.float32).targets)
+    targets = dict(objective.prepare(batch, same, torch.float32).targets)
     targets["reference"] = torch.zeros_like(batch.noise)[chosen]
     prediction = torch.zeros_like(batch.noise).requires_grad_()
     with torch.no_grad():
         prediction += 1
-    losses = recipe.losses(Outputs(prediction, {}, {}), targets)
+    losses = objective.losses(Outputs(prediction, {}, {}), targets)
     (losses["flow"] + losses["preserve"]).sum().backward()
     assert prediction.grad is not None
     learned = (batch.pictures["mask"] > 0) | chosen[:, None, None, None]
@@ -180,9 +182,9 @@ def test_preservation_is_of_all_cells() -> None:
 
 
 def test_controls_are_exchanged_and_masks_stay_with_their_samples() -> None:
-    recipe, batch = Controlled(FlowConfig(), mask=MaskConfig()), tiny_run.global_batch(0)
-    assert recipe.pictures == ("control", "mask")
-    other = recipe.contrasted(batch).pictures
+    objective, batch = Controlled(FlowConfig(), mask=MaskConfig()), tiny_run.global_batch(0)
+    assert objective.pictures == ("control", "mask")
+    other = objective.contrasted(batch).pictures
     assert torch.equal(other["control"], batch.pictures["control"].roll(1, 0))
     assert torch.equal(other["mask"], batch.pictures["mask"])
 

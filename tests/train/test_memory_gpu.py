@@ -13,8 +13,8 @@ from pipeline.train.parallel.parallelize import parallelize
 from pipeline.train.training import optimizers
 from pipeline.train.training.config import EmaConfig
 from pipeline.train.training.ema import EMA
+from pipeline.train.training.objectives.flow import Flow
 from pipeline.train.training.optimizers import in_backward
-from pipeline.train.training.recipes.flow import Flow
 from pipeline.train.training.step import TrainStep
 from tests.support import saved_activations
 from tests.support.workers import tiny_run

@@ -12,7 +12,7 @@ import pytest
 from pipeline.base.yaml_text import from_yaml
 from pipeline.config import load, shipped
 from pipeline.train.config import TrainConfig
-from pipeline.train.models import objective, sana_config
+from pipeline.train.models import flow_matching, sana_config
 from pipeline.train.models.sana_config import numerics
 from pipeline.train.models.sana_shape import DIFFUSERS
 from pipeline.train.training import inputs
@@ -54,7 +54,7 @@ def _statements() -> list[tuple[str | None, str, str]]:
 
 
 def _ours(name: str | None, option: str) -> Any:
-    holders: dict[str, Any] = {"came": came, "objective": objective, "inputs": inputs, "Numerics": DIFFUSERS}
+    holders: dict[str, Any] = {"came": came, "flow_matching": flow_matching, "inputs": inputs, "Numerics": DIFFUSERS}
     holders["sana_config"] = sana_config
     first, *rest = option.split(".")
     start = holders[first] if first in holders else getattr(load(name or "sana_1600m_1024"), first)
@@ -76,11 +76,11 @@ def test_no_option_of_theirs_is_left_out() -> None:
     assert "lr_schedule_args.num_warmup_steps" in named
 
 
-def test_what_the_recipe_changes_is_what_the_table_says() -> None:
-    nvlabs = numerics(TrainConfig(recipe="nvlabs"))
-    marked = [row for row in ROWS if "*recipe*" in row[3]]
+def test_what_the_numerics_changes_is_what_the_table_says() -> None:
+    nvlabs = numerics(TrainConfig(numerics="nvlabs"))
+    marked = [row for row in ROWS if "*numerics*" in row[3]]
     assert len(marked) == 6
-    for stated, value in (("*recipe* 1e-8", nvlabs.attention_eps), ("*recipe* 1e-6", nvlabs.cross_norm_eps)):
+    for stated, value in (("*numerics* 1e-8", nvlabs.attention_eps), ("*numerics* 1e-6", nvlabs.cross_norm_eps)):
         assert float(stated.split()[1]) == value
         assert any(stated in row[3] for row in marked)
 
@@ -89,7 +89,7 @@ def test_the_options_that_train_as_they_do_are_options() -> None:
     command = re.search(r"    sana-pipe train (.*?)\n\n", TEXT, flags=re.DOTALL)
     assert command is not None
     config = load("sana_1600m_1024", re.findall(r"--set (\S+)", command[1]))
-    assert (config.train.recipe, config.train.optim.name) == ("nvlabs", "came")
+    assert (config.train.numerics, config.train.optim.name) == ("nvlabs", "came")
     assert config.train.optim.lr == 1e-4 * (config.bucket.batch / 256) ** 0.5
 
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.base.errors import ConfigError, UserError
 from pipeline.base.launch import Launch
 from pipeline.config import Config
-from pipeline.train.models.objective import FlowMatching
+from pipeline.train.models.flow_matching import FlowMatching
 from pipeline.train.models.sana import SanaTransformer
 from pipeline.train.models.sana_config import SanaConfig
 from pipeline.train.parallel import data_parallel, mesh
@@ -34,9 +34,9 @@ from pipeline.train.parallel.shards import local
 from pipeline.train.training import build, checkpoint, loss_scale, metrics, optimizers, trainer
 from pipeline.train.training.config import EmaConfig, OptimConfig
 from pipeline.train.training.ema import EMA
+from pipeline.train.training.objectives.flow import Flow
 from pipeline.train.training.optimizers import came, stochastic_rounding
 from pipeline.train.training.optimizers.came import CAME
-from pipeline.train.training.recipes.flow import Flow
 from pipeline.train.training.step import NonFiniteError, TrainStep
 from pipeline.train.training.task import Report
 from pipeline.train.training.trainer import fit
@@ -122,10 +122,10 @@ def test_rounding_depends_on_the_seed_of_the_optimizer_alone(kind: type[torch.op
     assert not torch.equal(run(1, 1), run(2, 1))
 
 
-@pytest.mark.parametrize("recipe", ["default", "nvlabs"])
-def test_a_group_of_any_size_gives_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("numerics", ["default", "nvlabs"])
+def test_a_group_of_any_size_gives_the_same(numerics: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> dict[str, Tensor]:
-        settings = tiny_run.config(optim={"name": "came"}, recipe=recipe)
+        settings = tiny_run.config(optim={"name": "came"}, numerics=numerics)
         model = tiny_run.model(settings)
         tiny_run.train_losses(model, settings, 2)
         return model.state_dict()
@@ -530,11 +530,12 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         _fit(tiny_run.config(tmp_path / "run", steps=2, optim={"name": "came"}), resume="auto")
 
 
-def test_a_checkpoint_of_came_under_the_other_recipe_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_came_under_the_other_numerics_is_refused(tmp_path: Path) -> None:
     _fit(tiny_run.config(tmp_path / "run", steps=1, optim={"name": "came"}, layers=1))
-    with pytest.raises(ConfigError, match=naming("train.recipe: default", "--set train.recipe=default")):
+    with pytest.raises(ConfigError, match=naming("train.numerics: default", "--set train.numerics=default")):
         _fit(
-            tiny_run.config(tmp_path / "run", steps=2, optim={"name": "came"}, layers=1, recipe="nvlabs"), resume="auto"
+            tiny_run.config(tmp_path / "run", steps=2, optim={"name": "came"}, layers=1, numerics="nvlabs"),
+            resume="auto",
         )
 
 

@@ -23,9 +23,9 @@ from pipeline.train.config import TrainConfig
 from pipeline.train.parallel.microbatch import REFERENCE, Outputs
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.training import metrics
-from pipeline.train.training.assemble import recipe_of
+from pipeline.train.training.assemble import objective_of
 from pipeline.train.training.build import adapter_of
-from pipeline.train.training.recipes import StepLoss, visit_chosen
+from pipeline.train.training.objectives import StepLoss, visit_chosen
 from pipeline.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.workers import tiny_run
@@ -60,19 +60,19 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("prompts", [[], [ROWS], [ROWS, 2 * ROWS[:5]]])
 def test_targets_are_the_bases_predictions(packed: bool, prompts: list[torch.Tensor]) -> None:
     given = settings()
-    model, recipe = adapted(given), recipe_of(given.train, prompts)
+    model, objective = adapted(given), objective_of(given.train, prompts)
     batch = tiny_run.global_batch(0)
     chosen = preserved(batch, 0.5)
     assert 0 < chosen.sum() < len(chosen)
     results = []
     for each in (batch, tiny_run.packed(batch)) if packed else (batch,):
-        microbatch = recipe.prepare(each, same, torch.float32)
-        total, flow, preserve = result = ParallelModel(model).losses([microbatch], StepLoss(recipe))[0]
+        microbatch = objective.prepare(each, same, torch.float32)
+        total, flow, preserve = result = ParallelModel(model).losses([microbatch], StepLoss(objective))[0]
         assert torch.equal(flow != 0, ~chosen) and torch.equal(preserve != 0, chosen)
         torch.testing.assert_close(total, flow + preserve)
         results.append(result)
     torch.testing.assert_close(results[0], results[-1])
-    inputs = recipe.prepare(batch, same, torch.float32).inputs
+    inputs = objective.prepare(batch, same, torch.float32).inputs
     with torch.no_grad():
         adapted_output = model(**inputs)
         with without_adapter(model):
@@ -102,7 +102,7 @@ def test_no_row_is_selected_by_a_mask_whose_count_the_host_would_read_from_the_g
     with Selections():
         for prompts in ([], [ROWS]):
             for each in batches:
-                recipe_of(given.train, prompts).prepare(each, same, torch.float32)
+                objective_of(given.train, prompts).prepare(each, same, torch.float32)
     assert not masks
 
 
@@ -118,25 +118,25 @@ def test_the_draw_belongs_to_the_sample_and_has_the_share() -> None:
 
 def test_validation_measures_the_flow_of_all_samples() -> None:
     given = settings()
-    recipe, batch = recipe_of(given.train, [ROWS]), tiny_run.global_batch(0)
-    microbatch = recipe.prepare(batch, same, torch.float32, 0.5)
+    objective, batch = objective_of(given.train, [ROWS]), tiny_run.global_batch(0)
+    microbatch = objective.prepare(batch, same, torch.float32, 0.5)
     assert microbatch.reference is None
-    plain = recipe_of(given.train.model_copy(update={"preserve": None}))
+    plain = objective_of(given.train.model_copy(update={"preserve": None}))
     outputs = Outputs(torch.zeros_like(batch.noise), {}, {})
-    losses = recipe.losses(outputs, microbatch.targets)
+    losses = objective.losses(outputs, microbatch.targets)
     expected = plain.losses(outputs, plain.prepare(batch, same, torch.float32, 0.5).targets)
     assert torch.equal(losses["flow"], expected["flow"]) and not losses["preserve"].any()
 
 
 def test_gradients_do_not_reach_the_bases_prediction_and_the_adapter_is_on_again() -> None:
     given = settings()
-    model, recipe = adapted(given), recipe_of(given.train, [ROWS])
-    microbatch = recipe.prepare(tiny_run.global_batch(0), same, torch.float32)
+    model, objective = adapted(given), objective_of(given.train, [ROWS])
+    microbatch = objective.prepare(tiny_run.global_batch(0), same, torch.float32)
     seen = []
 
     def loss(outputs: Outputs, targets: Any) -> torch.Tensor:
         seen.append((outputs.prediction.requires_grad, targets[REFERENCE].requires_grad))
-        return StepLoss(recipe)(outputs, targets)
+        return StepLoss(objective)(outputs, targets)
 
     loss.rows = 3  # type: ignore[attr-defined]
     ParallelModel(model).forward_backward([microbatch], loss, 8)  # type: ignore[arg-type]

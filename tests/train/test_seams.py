@@ -84,11 +84,11 @@ def assembled(trainable: Trainable, settings: Any, mesh: Any) -> tuple[Any, dict
 @pytest.mark.parametrize("adapter", [LowRank(), LoRA(2, 3.0, [LAYER]), DoRA(2, 3.0, [LAYER])], ids=str)
 def test_the_frozen_part_stays_bit_for_bit_and_the_first_step_is_the_bases(adapter: adapters.Adapter) -> None:
     settings = tiny_run.config(optim={"lr": 1e-2})
-    spec, recipe = tiny_run.model(settings).config, build.recipe_of(settings.train)
+    spec, objective = tiny_run.model(settings).config, build.objective_of(settings.train)
     first = []
     for part in (None, adapter):
         with open_mesh(Launch(), settings.train.parallel, CPU) as mesh:
-            made, before = assembled(Trainable(spec, recipe, part), settings, mesh)
+            made, before = assembled(Trainable(spec, objective, part), settings, mesh)
             outcomes = [made.step([tiny_run.global_batch(n)], n + 1) for n in range(2)]
             first.append(float(outcomes[0].loss))
     after = dict(made.model.module.named_parameters())
@@ -128,11 +128,11 @@ def test_another_base_and_another_part_are_refused(folder: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("parallel", [{"tp_size": 2}, {"pp_size": 2}])
-@pytest.mark.parametrize("part", ["adapter", "recipe"])
+@pytest.mark.parametrize("part", ["adapter", "objective"])
 def test_strategies_that_divide_matrices_and_blocks_are_refused_by_name(parallel: dict[str, int], part: str) -> None:
     settings = tiny_run.config(parallel=parallel)
-    spec, recipe = tiny_run.model(settings).config, build.recipe_of(settings.train)
-    trainable = Trainable(spec, recipe, LowRank()) if part == "adapter" else Trainable(spec, Aligned(FlowConfig()))
+    spec, objective = tiny_run.model(settings).config, build.objective_of(settings.train)
+    trainable = Trainable(spec, objective, LowRank()) if part == "adapter" else Trainable(spec, Aligned(FlowConfig()))
     with pytest.raises(ConfigError, match=next(iter(parallel))):
         trainable.module(settings.train)
 
@@ -170,14 +170,14 @@ def test_both_parts_are_trained_logged_and_validated(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_recipes_own_modules_are_saved_and_not_exported(folder: Path) -> None:
+def test_the_objectives_own_modules_are_saved_and_not_exported(folder: Path) -> None:
     held = names(folder / "aligned, one" / LAST)
-    own = {"recipe.head.weight", "recipe.head.bias"}
+    own = {"objective.head.weight", "objective.head.bias"}
     assert own <= held["model"] and own <= held["ema"]
-    place, key = folder / "aligned, one" / LAST, "model.recipe.head.weight"
+    place, key = folder / "aligned, one" / LAST, "model.objective.head.weight"
     stored = torch.empty(read_metadata(place / ".metadata").state_dict_metadata[key].size)
     dcp.load({key: stored}, checkpoint_id=place, no_dist=True)
-    drawn = Aligned(FlowConfig()).initial("recipe.head.weight", tuple(stored.shape), 0)
+    drawn = Aligned(FlowConfig()).initial("objective.head.weight", tuple(stored.shape), 0)
     assert 1e-3 < (stored - drawn).abs().max() < 0.1, "trained for four steps"
     spec, weights = load_model_state(folder / "aligned, one" / LAST)
     assert weights.keys() == spec.shapes().keys()
@@ -186,13 +186,13 @@ def test_the_recipes_own_modules_are_saved_and_not_exported(folder: Path) -> Non
 def test_a_tapped_block_has_gradients_of_both_losses() -> None:
     """Without a flow loss the blocks above the tap have none."""
     settings = tiny_run.config()
-    recipe = Aligned(settings.train.flow)
-    recipe.parts = {"flow": 0.0, "aligned": 1.0}
+    objective = Aligned(settings.train.flow)
+    objective.parts = {"flow": 0.0, "aligned": 1.0}
     with open_mesh(Launch(), settings.train.parallel, CPU) as mesh:
-        made, _ = assembled(Trainable(tiny_run.model(settings).config, recipe), settings, mesh)
+        made, _ = assembled(Trainable(tiny_run.model(settings).config, objective), settings, mesh)
         made.model.forward_backward([made.step.prepare(tiny_run.global_batch(0))], made.step.loss, 8)
         norms = {name: float(p.grad.norm()) for name, p in made.model.module.named_parameters() if p.grad is not None}
-    assert norms["transformer_blocks.1.ff.conv_point.weight"] > 0 and norms["recipe.head.weight"] > 0
+    assert norms["transformer_blocks.1.ff.conv_point.weight"] > 0 and norms["objective.head.weight"] > 0
     assert norms["transformer_blocks.2.ff.conv_point.weight"] == 0
 
 

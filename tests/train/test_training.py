@@ -45,8 +45,8 @@ from pipeline.train.parallel.parallelize import ParallelModel, adjoining, parall
 from pipeline.train.parallel.shards import local
 from pipeline.train.training import build, checkpoint, checks, drawings, metrics, optimizers, stop_request
 from pipeline.train.training.config import OptimConfig
+from pipeline.train.training.objectives.flow import Flow
 from pipeline.train.training.profiling import tracing
-from pipeline.train.training.recipes.flow import Flow
 from pipeline.train.training.step import NonFiniteError, TrainStep, clip_factor
 from pipeline.train.training.trainer import closable, fit
 from stages.train import training_task
@@ -103,9 +103,9 @@ def test_nvlabs_warm_up_begins_with_a_rate_of_nothing() -> None:
     assert rates == pytest.approx([0, 2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
 
 
-def test_under_nvlabs_recipe_everything_decays() -> None:
+def test_under_nvlabs_numerics_everything_decays() -> None:
     model = tiny_run.model(tiny_run.config())
-    optimizer = optimizers.build(model, OptimConfig(weight_decay=0.1), CPU, recipe="nvlabs")
+    optimizer = optimizers.build(model, OptimConfig(weight_decay=0.1), CPU, numerics="nvlabs")
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
 
 

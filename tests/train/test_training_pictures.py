@@ -34,8 +34,8 @@ from pipeline.base.launch import Launch
 from pipeline.config import Config, dump
 from pipeline.data.cache import layout, prompts
 from pipeline.data.cache.cache import Cache
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.tools.planning import trace as tracing
 from pipeline.train.config import TrainConfig
 from pipeline.train.models.config import SampleConfig
@@ -132,7 +132,7 @@ def test_they_are_what_sample_draws_from_the_checkpoint(ema: bool, tmp_path: Pat
         "step": 2,
         "phase": 0,
         "snapshot": "5eed",
-        "latent_recipe": "latents",
+        "latent_encoding": "latents",
         "prompt_set": "five",
         "prompts": list(tiny_run.TEXTS),
         "sampling_steps": 3,
@@ -376,25 +376,25 @@ def small(make_config: Callable[..., Config], small_cache_copy: Path) -> Callabl
     return make
 
 
-def publish(cache: Cache) -> tuple[TextRecipe, list[bytes], prompts.PromptSet]:
+def publish(cache: Cache) -> tuple[TextEncoding, list[bytes], prompts.PromptSet]:
     """A set of three prompts that have the records of captions."""
-    (recipe,) = cache.recipes("text")
-    assert isinstance(recipe, TextRecipe)
-    index = cache.index(recipe.name)
-    keys = [key.tobytes() for key in index.keys if key.tobytes() != recipe.null_key][:3]
-    published = prompts.publish(cache, "prompts", recipe, ["one", "two", "three"], keys)
+    (encoding,) = cache.encodings("text")
+    assert isinstance(encoding, TextEncoding)
+    index = cache.index(encoding.name)
+    keys = [key.tobytes() for key in index.keys if key.tobytes() != encoding.null_key][:3]
+    published = prompts.publish(cache, "prompts", encoding, ["one", "two", "three"], keys)
     assert published is not None
-    return recipe, keys, published
+    return encoding, keys, published
 
 
-def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[..., Config]) -> None:
+def test_the_stage_opens_the_prompt_set_of_the_snapshots_encoding(small: Callable[..., Config]) -> None:
     config = small()
     snapshot = stages.bucket.run(config)
     cache = Cache(config.cache)
     output = Path(config.train.output)
     with pytest.raises(CacheError, match="'other'"):
         stages.train.run(small("train.pictures.prompts=other"))
-    recipe, keys, published = publish(cache)
+    encoding, keys, published = publish(cache)
     with pytest.raises(ConfigError, match="multiples of"):
         stages.train.run(small("train.pictures.size=[65, 64]"))
     assert not output.exists()
@@ -404,9 +404,9 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
     assert any(line == f"pictures: 3 prompts of set {published.id[:12]}, every 1 steps" for line in printed)
     latents, description = drawn(output, 1)
     opened = cache.open_snapshot(snapshot)
-    resolution, latent = config.data.resolution, opened.recipe(LatentRecipe)
+    resolution, latent = config.data.resolution, opened.encoding(LatentEncoding)
     assert (description["height"], description["width"]) == (resolution, resolution)
-    names = ("prompts", "prompt_set", "snapshot", "latent_recipe", "latent")
+    names = ("prompts", "prompt_set", "snapshot", "latent_encoding", "latent")
     known = (["one", "two", "three"], published.id, snapshot, latent.id, latent.values())
     assert json.dumps([description[name] for name in names]) == json.dumps(known)
 
@@ -416,7 +416,7 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_recipe(small: Callable[
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-5
 
     # A newer set does not take its place in a run that is resumed, unless its name is given.
-    newer = prompts.publish(cache, "prompts", recipe, ["four"], keys[:1])
+    newer = prompts.publish(cache, "prompts", encoding, ["four"], keys[:1])
     assert newer is not None
     for more, expected_set in (((), published), (("train.pictures={every: 1, prompts: prompts}",), newer)):
         steps = len(files(config))
@@ -447,15 +447,15 @@ def test_without_a_prompt_set_captions_of_the_snapshot_are_drawn(small: Callable
     expected = prompts.of_snapshot(opened, 8)
     architecture, weights = load_model_state(output / "checkpoints/step-00000001")
     shape = (
-        opened.recipe(LatentRecipe).channels,
-        *[config.data.resolution // opened.recipe(LatentRecipe).compression] * 2,
+        opened.encoding(LatentEncoding).channels,
+        *[config.data.resolution // opened.encoding(LatentEncoding).compression] * 2,
     )
     pictures = draw_prompts(config, architecture, weights, expected, shape)
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(pictures)}) <= 1e-5
 
     # A set that is published later does not take their place in a resumed run; prompts of the trigger word join them.
     _, keys, published = publish(cache)
-    trigger = prompts.publish(cache, prompts.TRIGGER, published.recipe, ["sks, at sea"], keys[:1])
+    trigger = prompts.publish(cache, prompts.TRIGGER, published.encoding, ["sks, at sea"], keys[:1])
     assert trigger is not None
     stages.train.run(small("train.steps=2"), resume="auto", log=printed.append)
     assert drawn(output, 2)[1]["prompts"] == [*description["prompts"], "sks, at sea"]
@@ -482,7 +482,7 @@ def test_captions_of_a_snapshot_are_spread_without_repetitions_and_empty_ones() 
             return SimpleNamespace(read=lambda shard, offset, key, checksum, into, length: into.fill(offset))
 
         caption, null = (
-            TextRecipe(width=2),
+            TextEncoding(width=2),
             SimpleNamespace(shard="n", offset=7, rows=4, valid=1, key=b"", checksum=b""),
         )
         null.length = None
@@ -571,8 +571,8 @@ def test_the_page_follows_a_finished_run_alone(small: Callable[..., Config], mon
 
 
 def test_sample_draws_in_bf16_what_the_training_drew(small: Callable[..., Config]) -> None:
-    """With the precision between the blocks and the recipe of the training, whatever is configured now."""
-    config = small("train.precision=bf16", "train.recipe=nvlabs", "train.optim.lr=0.01")
+    """With the precision between the blocks and the numerics of the training, whatever is configured now."""
+    config = small("train.precision=bf16", "train.numerics=nvlabs", "train.optim.lr=0.01")
     stages.bucket.run(config)
     cache = Cache(config.cache)
     published = publish(cache)[2]
@@ -583,25 +583,25 @@ def test_sample_draws_in_bf16_what_the_training_drew(small: Callable[..., Config
     document = checkpoint.read_document(folder)
     today = small("train.precision=bf16")
     trained = today.model_copy(update={"train": checkpoint.as_trained(today.train, document.config)})
-    latent = cache.open_snapshot().recipe(LatentRecipe)
+    latent = cache.open_snapshot().encoding(LatentEncoding)
     shape = (latent.channels, *[config.data.resolution // latent.compression] * 2)
     expected = draw_prompts(trained, *load_model_state(folder), published, shape)
     assert distance(latents, {f"{number:04d}": picture for number, picture in enumerate(expected)}) <= 1e-5
 
 
-def test_a_prompt_set_of_another_recipe_is_refused(small: Callable[..., Config]) -> None:
+def test_a_prompt_set_of_another_encoding_is_refused(small: Callable[..., Config]) -> None:
     config = small()
     stages.bucket.run(config)
     cache = Cache(config.cache)
-    (recipe,) = cache.recipes("text")
-    assert isinstance(recipe, TextRecipe)
-    ours = prompts.publish(cache, "ours", recipe, [], [])
+    (encoding,) = cache.encodings("text")
+    assert isinstance(encoding, TextEncoding)
+    ours = prompts.publish(cache, "ours", encoding, [], [])
     assert ours is not None
-    other = replace(recipe, instruction="Draw: ")
-    cache.add_recipe(other)
+    other = replace(encoding, instruction="Draw: ")
+    cache.add_encoding(other)
     place = layout.Paths.numbered(layout.Paths.prompts("prompts"), 0)
     cache.files.put(place, layout.seal({**cache.files.document(ours.path), "name": "prompts", "text": other.name}))
-    with pytest.raises(CacheError, match=naming("text recipe", "instruction")):
+    with pytest.raises(CacheError, match=naming("text encoding", "instruction")):
         stages.train.run(config)
     assert not Path(config.train.output).exists()
 

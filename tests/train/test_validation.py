@@ -32,7 +32,7 @@ from pipeline.data.loader.inputs import Inputs
 from pipeline.data.loader.loader import Batch, LoaderSettings
 from pipeline.data.loader.validation_loader import FixedOrder, ValidationLoader
 from pipeline.data.snapshots import heldout
-from pipeline.train.models.objective import FlowMatching, equidistant
+from pipeline.train.models.flow_matching import FlowMatching, equidistant
 from pipeline.train.parallel.mesh import Layout
 from pipeline.train.training import checkpoint, lock, metrics, trainer
 from pipeline.train.training.config import EmaConfig
@@ -128,12 +128,12 @@ def test_the_value_is_the_mean_over_samples_and_levels(tmp_path: Path) -> None:
 def test_levels_are_the_benchmarks() -> None:
     """The middles of eight equal parts; the model's timestep is rounded down as in training."""
     assert equidistant(8) == [0.0625, 0.1875, 0.3125, 0.4375, 0.5625, 0.6875, 0.8125, 0.9375]
-    objective = FlowMatching(tiny_run.config().train.flow)
-    sigma, timesteps = objective.at(0.0625, 3)
+    flow = FlowMatching(tiny_run.config().train.flow)
+    sigma, timesteps = flow.at(0.0625, 3)
     assert (sigma.tolist(), timesteps.tolist()) == ([0.0625] * 3, [62.0] * 3)
     index = 400
-    entry = float(objective.table[index])
-    assert float(objective.at(entry, 1)[1]) == float(objective.timestep_table[index])
+    entry = float(flow.table[index])
+    assert float(flow.at(entry, 1)[1]) == float(flow.timestep_table[index])
 
 
 def test_the_value_differs_by_the_weights_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,7 +536,7 @@ def test_what_cannot_validate_is_refused(small: Callable[..., Config]) -> None:
     heldout.check_disjoint(cache.open_snapshot("tall"), cache.open_snapshot("wide"))
 
 
-def test_other_recipes_are_refused(tmp_path: Path) -> None:
+def test_other_encodings_are_refused(tmp_path: Path) -> None:
     ours, other = (tiny_cache.build(tmp_path / name, weights=name).open_snapshot() for name in ("w", "v"))
     heldout.check(ours, ours)
     with pytest.raises(ConfigError, match=naming("latent", "weights: 'w' | 'v'")):

@@ -26,7 +26,7 @@ from pipeline.base.launch import Gpus
 from pipeline.config import Config
 from pipeline.data.encoders import vae as encoders
 from pipeline.data.signals import Encoders
-from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.latent import LatentEncoding
 from pipeline.tools.reporting import run_pictures
 from pipeline.tools.reporting.run_pictures import Drawing, Watcher
 from pipeline.train.models.sana import SanaTransformer
@@ -44,8 +44,8 @@ def config(make_config: MakeConfig, tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def recipe(config: Config) -> LatentRecipe:
-    return LatentRecipe.wanted(Encoders(config.vae, config.text), config.data, config.encode)
+def encoding(config: Config) -> LatentEncoding:
+    return LatentEncoding.wanted(Encoders(config.vae, config.text), config.data, config.encode)
 
 
 @pytest.fixture
@@ -64,16 +64,20 @@ def decoded(path: Path) -> dict[str, Path | None]:
 
 
 def test_pictures_reach_tensorboard_once_and_a_broken_tracker_ends_nothing(
-    config: Config, recipe: LatentRecipe, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Config,
+    encoding: LatentEncoding,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from accelerate import tracking
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = config.with_train(trackers=["tensorboard"])
-    first = draw(run, 100, recipe)
+    first = draw(run, 100, encoding)
     for _ in range(2):
         stages.sample.watch(config, run, once=True)
-    draw(run, 200, recipe)
+    draw(run, 200, encoding)
     stages.sample.watch(config, run, once=True)
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0})
     events.Reload()
@@ -87,17 +91,17 @@ def test_pictures_reach_tensorboard_once_and_a_broken_tracker_ends_nothing(
 
     monkeypatch.setattr(tracking.TensorBoardTracker, "log_images", refuse)
     capsys.readouterr()
-    made = draw(run, 300, recipe)
+    made = draw(run, 300, encoding)
     stages.sample.watch(config, run, once=True)
     assert decoded(made) and "tensorboard" in capsys.readouterr().out
 
 
 def test_each_drawing_is_decoded_once_without_the_transformer(
-    config: Config, recipe: LatentRecipe, run: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, encoding: LatentEncoding, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SanaTransformer, "__init__", refuse)
     monkeypatch.setattr(encoders.LatentEncoder, "load", refuse)
-    paths = [draw(run, 100, recipe), draw(run / "second", 200, recipe)]
+    paths = [draw(run, 100, encoding), draw(run / "second", 200, encoding)]
     stages.sample.watch(config, run, once=True)
     decoder = encoders.LatentDecoder.load(config.vae, "cpu")
     for path in paths:
@@ -112,7 +116,7 @@ def test_each_drawing_is_decoded_once_without_the_transformer(
         patch.setattr(encoders.LatentDecoder, "load", refuse)
         stages.sample.watch(config, run, once=True)
     before = (paths[0].with_suffix("") / "0000.png").read_bytes()
-    draw(run, 100, recipe, seed=1)  # a resumed training has drawn the step again
+    draw(run, 100, encoding, seed=1)  # a resumed training has drawn the step again
     assert Drawing.read(paths[0]).pictures() is None, "pictures of another drawing do not count"
     (paths[1].with_suffix("") / "decoded.json").unlink()  # killed before the end
     stages.sample.watch(config, run, once=True)
@@ -120,7 +124,7 @@ def test_each_drawing_is_decoded_once_without_the_transformer(
 
 
 def test_drawings_of_another_vae_are_refused(
-    config: Config, recipe: LatentRecipe, run: Path, tiny_repo: Path, tmp_path: Path
+    config: Config, encoding: LatentEncoding, run: Path, tiny_repo: Path, tmp_path: Path
 ) -> None:
     vae = tmp_path / "other" / "vae"
     vae.mkdir(parents=True)
@@ -131,19 +135,19 @@ def test_drawings_of_another_vae_are_refused(
     name = next(name for name in tensors if name.startswith("encoder."))
     save_file({**tensors, name: tensors[name] + 0.01}, weights)
     other = config.model_copy(update={"vae": config.vae.model_copy(update={"id": str(vae.parent)})})
-    path = draw(run, 100, recipe)
+    path = draw(run, 100, encoding)
     with pytest.raises(ConfigError, match="another VAE") as refused:
         stages.sample.watch(other, run, once=True)
     assert "weights" in str(refused.value.found) and not path.with_suffix("").exists()
-    draw(run, 100, recipe, latent=None)
+    draw(run, 100, encoding, latent=None)
     with pytest.raises(ConfigError, match="another VAE"):
         stages.sample.watch(config, run, once=True)
 
 
 def test_a_latent_that_is_not_finite_has_no_picture(
-    config: Config, recipe: LatentRecipe, run: Path, capsys: pytest.CaptureFixture[str]
+    config: Config, encoding: LatentEncoding, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = draw(run, 100, recipe)
+    path = draw(run, 100, encoding)
     facts = Drawing.read(path).facts
     save_file(
         {**load_file(path), "0000": torch.full_like(load_file(path)["0000"], float("nan"))},
@@ -155,8 +159,8 @@ def test_a_latent_that_is_not_finite_has_no_picture(
     assert "0000 has no picture" in capsys.readouterr().out
 
 
-def test_a_damaged_file_is_named_and_stops_no_other(config: Config, recipe: LatentRecipe, run: Path) -> None:
-    good = draw(run, 300, recipe)
+def test_a_damaged_file_is_named_and_stops_no_other(config: Config, encoding: LatentEncoding, run: Path) -> None:
+    good = draw(run, 300, encoding)
     bad = [run / "pictures" / f"step-{step:08d}.safetensors" for step in (100, 200)]
     bad[0].write_bytes(good.read_bytes()[:-100])
     bad[1].write_bytes(b"not safetensors")
@@ -166,14 +170,14 @@ def test_a_damaged_file_is_named_and_stops_no_other(config: Config, recipe: Late
 
 
 def test_the_watcher_decodes_what_appears_and_ends_by_a_signal(
-    config: Config, recipe: LatentRecipe, run: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, encoding: LatentEncoding, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
     made: list[bool] = []
 
     def train() -> None:
         for step in (100, 200):
-            path = draw(run, step, recipe)
+            path = draw(run, step, encoding)
             for _ in range(3000):
                 if Drawing.read(path).pictures() is not None:
                     made.append(True)
@@ -187,7 +191,7 @@ def test_the_watcher_decodes_what_appears_and_ends_by_a_signal(
     loads = []
     real = encoders.LatentDecoder.load
     monkeypatch.setattr(encoders.LatentDecoder, "load", lambda *args: loads.append(1) or real(*args))
-    bad = draw(run, 50, recipe)
+    bad = draw(run, 50, encoding)
     bad.write_bytes(b"damaged")
     trainer.start()
     watcher.watch(poll_s=0.02)
@@ -236,7 +240,7 @@ def test_the_gpu_is_left_to_a_training_that_is_alive_on_this_host(
 
 
 def test_a_watcher_leaves_the_gpu_when_a_training_begins(
-    run: Path, config: Config, recipe: LatentRecipe, monkeypatch: pytest.MonkeyPatch
+    run: Path, config: Config, encoding: LatentEncoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Edit: the device is asked for once, at the start."""
     loaded: list[str] = []
@@ -251,15 +255,15 @@ def test_a_watcher_leaves_the_gpu_when_a_training_begins(
     )
     monkeypatch.setattr(encoders.LatentDecoder, "load", load)
     watcher = Watcher(config.vae, run, stages.sample.beside_training("auto", run), lambda line: None)
-    draw(run, 1, recipe)
+    draw(run, 1, encoding)
     assert watcher.decode_new(threading.Event()) == 1 and loaded == ["cuda"]
     plant(run, replace(ELSEWHERE, host=platform.node()))
     assert watcher.decode_new(threading.Event()) == 0
     assert watcher.decoder is None, "its memory is given back before there is something to decode"
-    draw(run, 2, recipe)
+    draw(run, 2, encoding)
     assert watcher.decode_new(threading.Event()) == 1 and loaded == ["cuda", "cpu"]
     (run / lock.NAME).unlink()
-    draw(run, 3, recipe)
+    draw(run, 3, encoding)
     watcher.decode_new(threading.Event())
     assert loaded == ["cuda", "cpu"], "the next round may begin"
 

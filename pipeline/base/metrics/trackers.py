@@ -4,7 +4,8 @@
 tracker that fails (no network, no login) is reported and dropped, and the work continues.
 Price: a service shows each resumed attempt as a separate run; TensorBoard drops repeated steps.
 TensorBoard reads `tensorboard --logdir RUN`. The services have the project `sana-pipe` and the run directory's name.
-Pictures come from the process that decodes them: TensorBoard shows them beside the metrics, a service as a further run.
+Pictures come from the process that decodes them: TensorBoard shows them next to the metrics, a service as a further
+run.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Trackers:
 
 
 class PictureTrackers:
-    """The trackers of one run or several, for pictures that are decoded beside a training.
+    """The trackers of one run or several, for pictures that are decoded alongside a training.
 
     Args:
         names: accelerate's names. log: prints one line.

@@ -17,58 +17,58 @@ import pyarrow as pa
 from pipeline.base.disk import cache_errors, sync
 from pipeline.base.errors import IntegrityError
 from pipeline.data.cache import index
-from pipeline.data.cache.cache import Cache, Unit, WorkPlan
+from pipeline.data.cache.cache import Cache, Unit, WorkList
 from pipeline.data.cache.files import Files
 from pipeline.data.cache.layout import Paths
 
 
-def adopt(cache: Cache, other: Cache, recipe: str, shards: set[str]) -> None:
+def adopt(cache: Cache, other: Cache, encoding: str, shards: set[str]) -> None:
     """Take over the records of some shards of another cache.
 
     Args:
-        recipe: name of their recipe.
+        encoding: name of their encoding.
         shards: names of shards that are committed in the other cache and not in this cache.
 
     Raises:
         IntegrityError: a file of the other cache is missing or damaged.
     """
-    adopted = _units_of(other, recipe, shards)
+    adopted = _units_of(other, encoding, shards)
     if not adopted:
         return
-    cache.add_recipe(other.recipe(recipe))
+    cache.add_encoding(other.encoding(encoding))
     for _, _, commit in adopted.values():
         assert commit.shard is not None
         assert commit.table is not None
-        bring(cache.files, other.files, Paths.shard(recipe, commit.shard), commit.shard)
+        bring(cache.files, other.files, Paths.shard(encoding, commit.shard), commit.shard)
         bring(cache.files, other.files, Paths.table(commit.table, "arrow"), commit.table)
-    plan_of = _add_plans(cache, other, recipe, adopted)
+    plan_of = _add_plans(cache, other, encoding, adopted)
     for unit, (_, _, commit) in adopted.items():
-        index.publish_commit(cache.files, recipe, plan_of[unit].number, commit)
+        index.publish_commit(cache.files, encoding, plan_of[unit].number, commit)
     for plan in {plan_of[unit].number: plan_of[unit] for unit in adopted}.values():
-        index.merge(cache.files, recipe, plan.number, (unit.unit for unit in plan.units))
+        index.merge(cache.files, encoding, plan.number, (unit.unit for unit in plan.units))
 
 
-Adopted = dict[str, tuple[WorkPlan, Unit, index.Commit]]
+Adopted = dict[str, tuple[WorkList, Unit, index.Commit]]
 """Id of the unit in this cache -> its plan and unit in the other cache, and its commit for this cache."""
 
 
-def _units_of(other: Cache, recipe: str, shards: set[str]) -> Adopted:
+def _units_of(other: Cache, encoding: str, shards: set[str]) -> Adopted:
     """The units of the other cache that made the shards."""
     adopted: Adopted = {}
-    for plan in other.plans(recipe):
+    for plan in other.plans(encoding):
         units = {unit.unit: unit for unit in plan.units}
-        for commit in index.commits(other.files, recipe, plan.number):
+        for commit in index.commits(other.files, encoding, plan.number):
             if commit.shard is not None and commit.shard in shards:
-                unit_id = index.adopted_unit(recipe, commit.shard)
+                unit_id = index.adopted_unit(encoding, commit.shard)
                 marked = replace(commit, unit=unit_id, provenance={**commit.provenance, index.ADOPTED: True})
                 adopted[unit_id] = (plan, units[commit.unit], marked)
     return adopted
 
 
-def _add_plans(cache: Cache, other: Cache, recipe: str, adopted: Adopted) -> dict[str, WorkPlan]:
+def _add_plans(cache: Cache, other: Cache, encoding: str, adopted: Adopted) -> dict[str, WorkList]:
     """Plan the adopted units that no plan of this cache has; returns the plan of every unit."""
     while True:
-        plan_of = {unit.unit: plan for plan in cache.plans(recipe) for unit in plan.units}
+        plan_of = {unit.unit: plan for plan in cache.plans(encoding) for unit in plan.units}
         missing = [unit for unit in adopted if unit not in plan_of]
         if not missing:
             return plan_of
@@ -78,7 +78,7 @@ def _add_plans(cache: Cache, other: Cache, recipe: str, adopted: Adopted) -> dic
             units.append(replace(unit, unit=unit_id, start=start))
             rows.append(other.unit_rows(plan, unit))
             start += unit.count
-        cache.add_plan(recipe, len(cache.files.numbers(Paths.plans(recipe))), units, pa.concat_tables(rows))
+        cache.add_plan(encoding, len(cache.files.numbers(Paths.plans(encoding))), units, pa.concat_tables(rows))
 
 
 def bring(files: Files, other: Files, name: str, digest: str) -> None:
@@ -87,7 +87,7 @@ def bring(files: Files, other: Files, name: str, digest: str) -> None:
     Raises:
         IntegrityError: it is missing there, or its bytes are not those of its name.
     """
-    if files.freshen_intact(name):
+    if files.refresh_intact(name):
         return
     with files.temporary() as path:
         linked = False

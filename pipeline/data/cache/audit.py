@@ -22,6 +22,7 @@ from pipeline.base.errors import CacheError, IntegrityError
 from pipeline.data.cache import copies, index, shard
 from pipeline.data.cache.cache import Cache
 from pipeline.data.cache.contradictions import contradictions
+from pipeline.data.cache.encodings import encoding_class
 from pipeline.data.cache.files import Files
 from pipeline.data.cache.findings import (
     GC,
@@ -29,13 +30,12 @@ from pipeline.data.cache.findings import (
     Replaced,
     bucket_command,
     damage_only,
+    encoding_names,
     named_snapshots,
-    recipe_names,
     skip_damaged,
 )
 from pipeline.data.cache.keys import as_keys, binary, fixed
 from pipeline.data.cache.layout import REPAIR, Paths, is_document
-from pipeline.data.cache.recipes import recipe_class
 from pipeline.data.cache.references import Reference, references, tables_of_head
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.cache.snapshot_head import Head, TextPlace, check_files
@@ -206,10 +206,10 @@ def _verify_shards(
     for name in named:
         with skip_damaged():
             snapshots.append(Snapshot(cache.files, name))
-    for recipe in recipe_names(cache):
-        open_index = run_once(partial(cache.index, recipe))
-        for plan, commit in _commits(cache, recipe):
-            verified = _Shard(cache, recipe, plan, commit, open_index, snapshots)
+    for encoding in encoding_names(cache):
+        open_index = run_once(partial(cache.index, encoding))
+        for plan, commit in _commits(cache, encoding):
+            verified = _Shard(cache, encoding, plan, commit, open_index, snapshots)
             try:
                 yield from verified.findings(replaced, on_file_read)
             except (CacheError, OSError) as error:
@@ -217,11 +217,11 @@ def _verify_shards(
                 yield verified.finding(problem)
 
 
-def _commits(cache: Cache, recipe: str) -> Iterator[tuple[int, index.Commit]]:
+def _commits(cache: Cache, encoding: str) -> Iterator[tuple[int, index.Commit]]:
     """(plan number, commit), up to the first unreadable document, which `verify_documents` reports."""
     with skip_damaged():
-        for number in cache.files.numbers(Paths.plans(recipe)):
-            for commit in index.each_commit(cache.files, recipe, number):
+        for number in cache.files.numbers(Paths.plans(encoding)):
+            for commit in index.each_commit(cache.files, encoding, number):
                 yield number, commit
 
 
@@ -230,35 +230,35 @@ class _Shard:
     """The shard of a commit.
 
     Args:
-        open_index: of its recipe; called only if there is damage.
+        open_index: of its encoding; called only if there is damage.
         snapshots: the named ones. If one refers to a record in this shard, the record must be right here: the snapshot
             reads this shard even if another shard holds the record, too.
     """
 
     cache: Cache
-    recipe: str
+    encoding: str
     plan: int
     commit: index.Commit
     open_index: Callable[[], index.RecordIndex]
     snapshots: list[Snapshot]
 
     def finding(self, problem: str, records: tuple[str, ...] = ()) -> Finding:
-        path = Paths.shard(self.recipe, str(self.commit.shard))
-        return Finding(path, problem, self.recipe, self.plan, self.commit.unit, records)
+        path = Paths.shard(self.encoding, str(self.commit.shard))
+        return Finding(path, problem, self.encoding, self.plan, self.commit.unit, records)
 
     def findings(self, replaced: Replaced, on_file_read: OnFileRead) -> Iterator[Finding]:
         """Say what is wrong with the shard. replaced: this function adds the damaged keys that another shard holds."""
         commit = self.commit
         if commit.shard is None:
             return
-        problem = _problem(self.cache.files, Paths.shard(self.recipe, commit.shard), commit.bytes, on_file_read)
+        problem = _problem(self.cache.files, Paths.shard(self.encoding, commit.shard), commit.bytes, on_file_read)
         if problem == MISSING:
             keys = self._keys()
             lost = self._to_repair(keys, replaced)
             if lost or not keys:
                 yield self.finding(f"the shard is missing, with {len(lost) or commit.records} records", lost)
         elif problem == WRONG:
-            damaged = bad_records(self.cache, self.recipe, commit)
+            damaged = bad_records(self.cache, self.encoding, commit)
             bad = self._to_repair(damaged, replaced)
             if bad:
                 yield self.finding(f"{len(bad)} of {commit.records} records are damaged", bad)
@@ -289,7 +289,7 @@ def unreplaced_keys(open_index: Callable[[], index.RecordIndex], commit: index.C
     """List the damaged keys of a commit that no other shard has a good record for.
 
     Args:
-        open_index: of the recipe; not called without keys.
+        open_index: of the encoding; not called without keys.
     """
     if not keys:
         return set()
@@ -308,16 +308,16 @@ def record_rows(cache: Cache, commit: index.Commit) -> list[dict[str, Any]]:
     return index.record_table(cache.files, commit).to_pylist()
 
 
-def bad_records(cache: Cache, recipe: str, commit: index.Commit) -> list[bytes]:
+def bad_records(cache: Cache, encoding: str, commit: index.Commit) -> list[bytes]:
     """Keys of the damaged records of a shard (payload or caption); all keys if the shard is missing."""
-    reader = shard.ShardReader(cache.files, recipe)
+    reader = shard.ShardReader(cache.files, encoding)
     bad = []
     assert commit.shard is not None
-    if not cache.files.exists(Paths.shard(recipe, commit.shard)):
+    if not cache.files.exists(Paths.shard(encoding, commit.shard)):
         return [row["key"] for row in record_rows(cache, commit)]
     for row in record_rows(cache, commit):
         try:
-            payload(reader, recipe, commit.shard, row)
+            payload(reader, encoding, commit.shard, row)
             if "caption_offset" in row:
                 reader.caption(
                     commit.shard, row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"]
@@ -327,13 +327,13 @@ def bad_records(cache: Cache, recipe: str, commit: index.Commit) -> list[bytes]:
     return bad
 
 
-def payload(reader: shard.ShardReader, recipe: str, name: str, row: dict[str, Any]) -> np.ndarray:
+def payload(reader: shard.ShardReader, encoding: str, name: str, row: dict[str, Any]) -> np.ndarray:
     """Read and verify a record of a shard: uint16, of the shape that its row has for the axes of its kind.
 
     Raises:
         IntegrityError: it is damaged.
     """
-    into = np.empty([row[axis] for axis in recipe_class(recipe.rpartition("-")[0]).axes], np.uint16)
+    into = np.empty([row[axis] for axis in encoding_class(encoding.rpartition("-")[0]).axes], np.uint16)
     reader.read(name, row["offset"], row["key"], row["checksum"], into, row["length"])
     return into
 

@@ -1,8 +1,8 @@
-"""The cache as a whole: sources, recipes, plans, indexes and snapshots under one root.
+"""The cache as a whole: sources, encodings, plans, indexes and snapshots under one root.
 
 `Cache` is the object through which stages read and write a cache, so every rule of publication and identity is applied
 in one place. `CacheLocation` is what it is opened from.
-Price: only the last table, and the indexes of finished recipes, stay open between calls.
+Price: only the last table, and the indexes of finished encodings, stay open between calls.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pipeline.base.urls import strip_credentials
 from pipeline.data.cache import copies, index, layout
 from pipeline.data.cache.arrow import parquet_batches, write_parquet
 from pipeline.data.cache.config import MirrorConfig
+from pipeline.data.cache.encodings import Encoding, encoding_class
 from pipeline.data.cache.files import Files
 from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.recipes import Recipe, recipe_class
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.cache.snapshot_head import Head, check_files
 from pipeline.data.cache.snapshot_lists import ENTRIES, EntryList, publish
@@ -89,7 +89,7 @@ def _refuse_other(files: Files) -> None:
     names = files.names("")
     if (
         any(name != "tmp" for name in names)
-        and "recipes" not in names  # with recipes it is a cache that lost its format document
+        and "encodings" not in names  # with encodings it is a cache that lost its format document
         and not files.exists(Paths.FORMAT)  # looked for again: another process may have made the cache meanwhile
     ):
         raise CacheError(
@@ -107,9 +107,9 @@ class Unit:
     batch: int
 
     @classmethod
-    def of(cls, recipe: str, plan: int, keys: np.ndarray, start: int, batch: int) -> Unit:
-        """A unit of these keys, S16 (n,). Its id is the digest of the recipe, the plan's number and the keys."""
-        return cls(layout.digest_of_keys(("unit", recipe, str(plan)), keys).hex(), start, len(keys), batch)
+    def of(cls, encoding: str, plan: int, keys: np.ndarray, start: int, batch: int) -> Unit:
+        """A unit of these keys, S16 (n,). Its id is the digest of the encoding, the plan's number and the keys."""
+        return cls(layout.digest_of_keys(("unit", encoding, str(plan)), keys).hex(), start, len(keys), batch)
 
 
 UNITS = pa.schema([("unit", pa.string()), ("start", pa.int64()), ("count", pa.int64()), ("batch", pa.int64())])
@@ -130,20 +130,20 @@ class Units(EntryList[Unit]):
 
 
 @dataclass(frozen=True)
-class WorkPlan:
-    """An append-only list of work of one recipe.
+class WorkList:
+    """An append-only list of work of one encoding.
 
     Attributes:
         table: digest of the table of its work.
-        beside: recipe and number of the plan that has the same rows in the same units, whose units are made first; see
-            `encoding.plan.plan_beside`. None: of no other plan.
+        lead: encoding and number of the plan that has the same rows in the same units, whose units are made first; see
+            `encoding.plan.plan_following`. None: of no other plan.
     """
 
-    recipe: str
+    encoding: str
     number: int
     units: Sequence[Unit]
     table: str
-    beside: tuple[str, int] | None = None
+    lead: tuple[str, int] | None = None
 
 
 def list_of(files: Files, name: str, body: dict[str, Any]) -> Units | index.Commits | None:
@@ -247,30 +247,32 @@ class Cache:
         """The folder of a cache on a disk."""
         return self.files.root
 
-    # ------------------------------------------------------------ recipes
+    # ------------------------------------------------------------ encodings
 
-    def add_recipe(self, recipe: Recipe) -> None:
-        self.files.ensure(Paths.recipe(recipe.name), layout.seal({"kind": recipe.kind, "values": recipe.values()}))
+    def add_encoding(self, encoding: Encoding) -> None:
+        self.files.ensure(
+            Paths.encoding(encoding.name), layout.seal({"kind": encoding.kind, "values": encoding.values()})
+        )
 
-    def recipe(self, name: str) -> Recipe:
-        """A recipe by name (`latent-<id>`, `text-<id>`)."""
-        body = self.files.document(Paths.recipe(name))
-        recipe = recipe_class(body["kind"]).from_values(body["values"])
-        if recipe.name != name:
+    def encoding(self, name: str) -> Encoding:
+        """An encoding by name (`latent-<id>`, `text-<id>`)."""
+        body = self.files.document(Paths.encoding(name))
+        encoding = encoding_class(body["kind"]).from_values(body["values"])
+        if encoding.name != name:
             raise IntegrityError(
-                f"{self.files.where(Paths.recipe(name))}: holds another recipe", expected=name, found=recipe.name
+                f"{self.files.where(Paths.encoding(name))}: holds another encoding", expected=name, found=encoding.name
             )
-        return recipe
+        return encoding
 
-    def recipes(self, kind: str) -> list[Recipe]:
-        names = [n[:-5] for n in self.files.names("recipes") if n.startswith(f"{kind}-") and n.endswith(".json")]
-        return [self.recipe(name) for name in names]
+    def encodings(self, kind: str) -> list[Encoding]:
+        names = [n[:-5] for n in self.files.names("encodings") if n.startswith(f"{kind}-") and n.endswith(".json")]
+        return [self.encoding(name) for name in names]
 
     # ------------------------------------------------------------ tables (parquet, content-addressed)
 
     def put_table(self, table: pa.Table) -> str:
         last = self._last_table
-        if last is not None and table.equals(last[1]) and self.files.freshen(Paths.table(last[0], "parquet")):
+        if last is not None and table.equals(last[1]) and self.files.refresh(Paths.table(last[0], "parquet")):
             return last[0]  # an unchanged scan
         return self.files.put_table(partial(write_parquet, table), "parquet", twice=True)
 
@@ -313,8 +315,8 @@ class Cache:
         return self.files.folders("sources")
 
     def last_scan(self, source: str) -> dict[str, Any] | None:
-        """The newest scan document of a source: `root`, `table`, `recipes` (names by kind), `buckets`; None if there is
-        none or the source was forgotten."""
+        """The newest scan document of a source: `root`, `table`, `encodings` (names by kind), `buckets`; None if there
+        is none or the source was forgotten."""
         scan = self._newest(Paths.scans(source))
         return None if scan is None or scan.get(FORGOTTEN) else scan
 
@@ -354,54 +356,54 @@ class Cache:
 
     # ------------------------------------------------------------ plans
 
-    def plans(self, recipe: str) -> list[WorkPlan]:
-        return [self.plan(recipe, number) for number in self.files.numbers(Paths.plans(recipe))]
+    def plans(self, encoding: str) -> list[WorkList]:
+        return [self.plan(encoding, number) for number in self.files.numbers(Paths.plans(encoding))]
 
-    def plan(self, recipe: str, number: int) -> WorkPlan:
-        body = self.files.document(Paths.numbered(Paths.plans(recipe), number))
-        beside = (*body["beside"],) if "beside" in body else None
-        return WorkPlan(recipe, number, Units.read(self.files, body["units"]), body["table"], beside)
+    def plan(self, encoding: str, number: int) -> WorkList:
+        body = self.files.document(Paths.numbered(Paths.plans(encoding), number))
+        lead = (*body["lead"],) if "lead" in body else None
+        return WorkList(encoding, number, Units.read(self.files, body["units"]), body["table"], lead)
 
-    def unit_rows(self, plan: WorkPlan, unit: Unit) -> pa.Table:
+    def unit_rows(self, plan: WorkList, unit: Unit) -> pa.Table:
         """The rows of the plan's table that a unit encodes."""
         return self.table(plan.table).slice(unit.start, unit.count)
 
     def add_plan(
         self,
-        recipe: str,
+        encoding: str,
         number: int,
         units: Iterable[Unit],
         table: pa.Table,
-        beside: tuple[str, int] | None = None,
+        lead: tuple[str, int] | None = None,
     ) -> bool:
-        """Append a plan. Returns False if another process has appended a plan with this number. beside: as in
-        `WorkPlan`.
+        """Append a plan. Returns False if another process has appended a plan with this number. lead: as in
+        `WorkList`.
 
         Raises:
             IntegrityError: there are commits of a plan with this number, which is lost.
         """
-        name = Paths.numbered(Paths.plans(recipe), number)
-        if index.committed(self.files, recipe, number) and not self.files.exists(name):
+        name = Paths.numbered(Paths.plans(encoding), number)
+        if index.committed(self.files, encoding, number) and not self.files.exists(name):
             raise IntegrityError(
                 f"{self.files.where(name)}: is missing, as is its copy, but there are commits of its units",
                 fix=f"{layout.REPAIR}, then {layout.way_out(name)}",
             )
-        body: dict[str, Any] = {"recipe": recipe, "number": number, "table": self.put_table(table)}
-        if beside is not None:
-            body["beside"] = list(beside)
+        body: dict[str, Any] = {"encoding": encoding, "number": number, "table": self.put_table(table)}
+        if lead is not None:
+            body["lead"] = list(lead)
         body["units"] = publish(self.files, Units.table_of(units)).values()
         return self.files.put(name, layout.seal(body))
 
-    def index(self, recipe: str) -> index.RecordIndex:
-        """The records of a recipe. With `reuses_indexes`, the index of a recipe whose plans all have a segment is not
-        built again."""
-        plans = self.files.numbers(Paths.plans(recipe))
-        known = self._indexes.pop(recipe, None)
-        finished = self.reuses_indexes and all(self.files.exists(Paths.segment(recipe, plan)) for plan in plans)
+    def index(self, encoding: str) -> index.RecordIndex:
+        """The records of an encoding. With `reuses_indexes`, the index of an encoding whose plans all have a segment is
+        not built again."""
+        plans = self.files.numbers(Paths.plans(encoding))
+        known = self._indexes.pop(encoding, None)
+        finished = self.reuses_indexes and all(self.files.exists(Paths.segment(encoding, plan)) for plan in plans)
         if known is None or not finished or known[0] != len(plans):
-            known = len(plans), index.RecordIndex(self.files, recipe, plans)
+            known = len(plans), index.RecordIndex(self.files, encoding, plans)
         if finished:
-            self._indexes[recipe] = known
+            self._indexes[encoding] = known
         return known[1]
 
     # ------------------------------------------------------------ snapshots
@@ -468,9 +470,9 @@ class Cache:
         while (current := self.snapshot_of(name)) != snapshot_id:
             if current is not None and not move and name not in MOVING:
                 raise name_taken(name, current, snapshot_id)
-            # Freshen first: a gc that does not see the name yet spares the young head.
+            # Refresh first: a gc that does not see the name yet spares the young head.
             where = Paths.snapshot(snapshot_id)
-            if not self.files.freshen(where) and not copies.repair(self.files, where):
+            if not self.files.refresh(where) and not copies.repair(self.files, where):
                 raise IntegrityError(f"{self.files.where(where)}: is missing", fix="sana-pipe bucket")
             self.append(Paths.names(name), {"name": name, "snapshot": snapshot_id})
 

@@ -17,8 +17,8 @@ import zstandard
 
 from pipeline.base.errors import CacheError, IntegrityError
 from pipeline.data.cache import layout
+from pipeline.data.cache.encodings import Encoding, encoding_class
 from pipeline.data.cache.files import Files
-from pipeline.data.cache.recipes import Recipe, recipe_class
 
 PLAIN, LOSSLESS, INT8 = "bf16", "bf16-zstd", "int8"
 STORAGES = (PLAIN, LOSSLESS, INT8)
@@ -33,7 +33,7 @@ _thread = threading.local()  # a zstd context belongs to one thread
 
 @dataclass(frozen=True)
 class Codec:
-    """Encodes and decodes the payloads of one recipe that is not stored as plain bf16. Safe for several threads.
+    """Encodes and decodes the payloads of one encoding that is not stored as plain bf16. Safe for several threads.
 
     Attributes:
         by_row: whether a token is a row (rows, width) and not a position (channels, height, width).
@@ -91,48 +91,50 @@ class Codec:
             into[...] = _untokens(from_float(values, largest), self.by_row).reshape(into.shape)
 
 
-def by_row(recipe: Recipe) -> bool:
+def by_row(encoding: Encoding) -> bool:
     """Return whether a token is a row of its records; see `Codec`."""
-    return recipe.axes[0] != "channels"
+    return encoding.axes[0] != "channels"
 
 
-def codec_of(recipe: Recipe) -> Codec | None:
-    """The codec of a recipe; None for plain bf16.
+def codec_of(encoding: Encoding) -> Codec | None:
+    """The codec of an encoding; None for plain bf16.
 
     Raises:
         CacheError: this version does not know its storage.
     """
-    if recipe.storage not in STORAGES:
+    if encoding.storage not in STORAGES:
         raise CacheError(
-            f"values are stored as {recipe.storage!r}, which this version does not know",
+            f"values are stored as {encoding.storage!r}, which this version does not know",
             expected=" or ".join(STORAGES),
             fix="use the version of sana-pipe that wrote it, or a newer one",
         )
-    return None if recipe.storage == PLAIN else Codec(by_row(recipe), recipe.storage)
+    return None if encoding.storage == PLAIN else Codec(by_row(encoding), encoding.storage)
 
 
-def reader(files: Files, recipe: str) -> Codec | None:
-    """The codec of a recipe in the cache, by name. None for plain bf16, and if the recipe's document is missing: plain
-    records are verified without it, all others then fail their check."""
-    if not files.exists(layout.Paths.recipe(recipe)):
+def reader(files: Files, encoding: str) -> Codec | None:
+    """The codec of an encoding in the cache, by name. None for plain bf16, and if the encoding's document is missing:
+    plain records are verified without it, all others then fail their check."""
+    if not files.exists(layout.Paths.encoding(encoding)):
         return None
-    body = files.document(layout.Paths.recipe(recipe))
-    values = recipe_class(body["kind"]).from_values(body["values"])
-    if values.name != recipe:
+    body = files.document(layout.Paths.encoding(encoding))
+    values = encoding_class(body["kind"]).from_values(body["values"])
+    if values.name != encoding:
         raise IntegrityError(
-            f"{files.where(layout.Paths.recipe(recipe))}: holds another recipe", expected=recipe, found=values.name
+            f"{files.where(layout.Paths.encoding(encoding))}: holds another encoding",
+            expected=encoding,
+            found=values.name,
         )
     return codec_of(values)
 
 
-def payload_bytes(recipe: Recipe, shape: tuple[int, ...]) -> int:
+def payload_bytes(encoding: Encoding, shape: tuple[int, ...]) -> int:
     """Bytes of a payload; an estimate for `bf16-zstd`, which depends on the values (measured: 0.69 of bf16)."""
     size = int(np.prod(shape))
-    if recipe.storage == PLAIN:
+    if encoding.storage == PLAIN:
         return 2 * size
-    if recipe.storage == LOSSLESS:
+    if encoding.storage == LOSSLESS:
         return _HEADER.size + round(2 * size * 0.69)
-    return _HEADER.size + 2 * sum(_sizes(by_row(recipe), shape)) + size
+    return _HEADER.size + 2 * sum(_sizes(by_row(encoding), shape)) + size
 
 
 # ---------------------------------------------------------------- size and error

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.base.errors import IntegrityError
 from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.recipes import pictures_of
+from pipeline.data.cache.encodings import pictures_of
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.cache.snapshot_samples import CHUNK_ROWS, Columns
 
@@ -27,18 +27,18 @@ class Difference:
         changed: (row of the second, what changed). What: `picture` (other records of it), `bucket` (another size),
             `captions` (other records, weights or order).
         signals: kinds of records that only one of them has.
-        recipes: kinds of records, beside those of the pictures themselves, that the two have by different recipes; they
-            are not compared.
+        encodings: kinds of records, in addition to those of the pictures themselves, that the two have by different
+            encodings; they are not compared.
     """
 
     added: list[int]
     removed: list[int]
     changed: list[tuple[int, tuple[str, ...]]]
     signals: tuple[str, ...] = ()
-    recipes: tuple[str, ...] = ()
+    encodings: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.added or self.removed or self.changed or self.signals or self.recipes)
+        return bool(self.added or self.removed or self.changed or self.signals or self.encodings)
 
 
 def listed(cache: Cache) -> list[dict[str, Any]]:
@@ -96,10 +96,10 @@ def difference(first: Snapshot, second: Snapshot) -> Difference:
     a, b = candidates[common], np.flatnonzero(common)
     bucket = (_sizes(first)[a] != _sizes(second)[b]).any(1)
     picture = np.zeros(len(a), bool)
-    recipes, others = first.head.recipes_by_kind, second.head.recipes_by_kind
-    lead = pictures_of(recipes.values())[0].kind
+    encodings, others = first.head.encodings_by_kind, second.head.encodings_by_kind
+    lead = pictures_of(encodings.values())[0].kind
     both = old.pictures.keys() & new.pictures.keys()
-    different = {kind for kind in both if kind != lead and recipes[kind] != others[kind]}
+    different = {kind for kind in both if kind != lead and encodings[kind] != others[kind]}
     for kind in both - different:
         picture |= (old.pictures[kind]["key"][a] != new.pictures[kind]["key"][b]) & ~bucket
     counts = np.diff(old.first)[a]

@@ -12,7 +12,7 @@ Storage = Literal["bf16", "bf16-zstd", "int8"]
 
 
 class StorageConfig(Section):
-    """The form in which values are stored; part of the recipe. `storage: int8` sets both kinds.
+    """The form in which values are stored; part of the encoding. `storage: int8` sets both kinds.
 
     bf16: as they are. bf16-zstd: the same bits in 0.7 of the bytes; reading costs CPU time. int8: half the bytes, an
     error below one per cent (`encode` prints it)."""

@@ -16,9 +16,9 @@ from pipeline.data.cache.findings import (
     BACKUP,
     Finding,
     damage_only,
+    encoding_names,
     fix_of_head,
     named_snapshots,
-    recipe_names,
     skip_damaged,
 )
 from pipeline.data.cache.keys import Digests, fixed
@@ -42,16 +42,16 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
     prompts = map(Paths.prompts, cache.files.folders("prompts"))
     for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names()), *prompts):
         yield from _gap(cache, folder)
-    files, recipes = cache.files, set(recipe_names(cache))
-    for owner in sorted({*owners(cache), *files.folders("shards"), *recipes}):
+    files, encodings = cache.files, set(encoding_names(cache))
+    for owner in sorted({*owners(cache), *files.folders("shards"), *encodings}):
         if owner.startswith(PACKED):
             plan = Paths.numbered(Paths.plans(owner), 0)
             if files.unit_names(Paths.units(owner, 0)) and not files.exists(plan):
                 yield Finding(plan, "is missing, but there are commits of its units")
             continue
-        if owner not in recipes:
-            problem = "is missing, but there are plans, commits or shards of this recipe"
-            yield Finding(Paths.recipe(owner), problem, fix=ENCODE)
+        if owner not in encodings:
+            problem = "is missing, but there are plans, commits or shards of this encoding"
+            yield Finding(Paths.encoding(owner), problem, fix=ENCODE)
         gap = list(_gap(cache, Paths.plans(owner)))
         yield from gap
         try:

@@ -270,7 +270,7 @@ class Files:
 
     def put_content(self, data: bytes, folder_of: str, suffix: str, twice: bool = False) -> str:
         """Publish bytes under the digest of their content; returns the digest. An existing file with these bytes is
-        freshened, a damaged file is replaced.
+        refreshed, a damaged file is replaced.
 
         Args:
             twice: also publish the copy; for what cannot be made from other files.
@@ -278,7 +278,7 @@ class Files:
         digest = layout.content_digest(data)
         target = Paths.table(digest, suffix) if folder_of == "tables" else f"{folder_of}/{digest}.{suffix}"
         for name in (target, Paths.copy(target)) if twice else (target,):
-            if self.freshen_intact(name):
+            if self.refresh_intact(name):
                 continue
             with self.temporary() as path:
                 disk.write_synced(path, data)
@@ -294,7 +294,7 @@ class Files:
                 digest = file_digest(path)  # of what was written; `publish_content` compares what is on the disk
                 disk.sync(file)
             name = Paths.table(digest, suffix)
-            if not self.freshen_intact(name):
+            if not self.refresh_intact(name):
                 self.publish_content(path, name, digest)
         if twice:
             self.duplicate(name)
@@ -303,22 +303,22 @@ class Files:
     def publish_content(self, temporary: Path, name: str, digest: str) -> None:
         """Publish a finished file whose content has `digest`, after reading it back.
 
-        If the name is taken by the same content, that file is freshened; a damaged file is replaced (never truncated:
+        If the name is taken by the same content, that file is refreshed; a damaged file is replaced (never truncated:
         processes that have it open keep the old bytes).
         """
         disk.check_digest(temporary, digest)
-        if not self.store.create(name, temporary) and not self.freshen_intact(name):
+        if not self.store.create(name, temporary) and not self.refresh_intact(name):
             self.store.replace(name, temporary)
 
     def duplicate(self, name: str) -> bool:
-        """Store a content-addressed file and its copy from the intact one of both, which is freshened. Returns False if
+        """Store a content-addressed file and its copy from the intact one of both, which is refreshed. Returns False if
         neither is intact."""
         for source, target in ((name, Paths.copy(name)), (Paths.copy(name), name)):
             if self.is_intact(source):
                 with self.temporary() as path:
                     self._fetch(source, path)
                     self.publish_content(path, target, PurePosixPath(name).stem)
-                return self.freshen(source)
+                return self.refresh(source)
         return False
 
     def is_intact(self, name: str) -> bool:
@@ -331,9 +331,9 @@ class Files:
                 raise_if_of_machine(error, self.where(name))
             return False
 
-    def freshen_intact(self, name: str) -> bool:
-        """`freshen` a content-addressed file; returns whether it exists and is intact."""
-        return self.freshen(name) and self.is_intact(name)
+    def refresh_intact(self, name: str) -> bool:
+        """`refresh` a content-addressed file; returns whether it exists and is intact."""
+        return self.refresh(name) and self.is_intact(name)
 
     def replace(self, name: str, data: bytes | Path) -> None:
         """Write a file that may change (reports, claims); readers see the old bytes or the new ones. data: bytes, or a
@@ -366,13 +366,13 @@ class Files:
             raise CacheError(f"{self.where(name)}: was written but cannot be found")
         return entry.modified
 
-    def freshen(self, name: str) -> bool:
+    def refresh(self, name: str) -> bool:
         """Set a file's modification time to now, so that `discard` spares it. Must be called before a reference to the
         file is published. Returns False if the file is missing."""
-        return self.store.freshen(name)
+        return self.store.refresh(name)
 
     def discard(self, name: str, before: float) -> bool:
-        """Remove a file and its copy if it was last written or freshened at or before a moment (see `now`). Returns
+        """Remove a file and its copy if it was last written or refreshed at or before a moment (see `now`). Returns
         whether it was removed."""
         removed = self.store.remove(name, before)
         if removed and layout.has_copy(name):

@@ -26,14 +26,14 @@ class Finding:
 
     Attributes:
         path: of the file in the cache.
-        recipe, plan, unit: of the shard, if the file is the shard of a unit.
+        encoding, plan, unit: of the shard, if the file is the shard of a unit.
         records: hex keys of the damaged records, if the damage is inside a shard.
         fix: the command that repairs it.
     """
 
     path: str
     problem: str
-    recipe: str = ""
+    encoding: str = ""
     plan: int = -1
     unit: str = ""
     records: tuple[str, ...] = ()
@@ -61,8 +61,8 @@ def skip_damaged() -> Iterator[None]:
         damage_only(error)
 
 
-def recipe_names(cache: Cache) -> list[str]:
-    return [name.removesuffix(".json") for name in cache.files.names("recipes") if name.endswith(".json")]
+def encoding_names(cache: Cache) -> list[str]:
+    return [name.removesuffix(".json") for name in cache.files.names("encodings") if name.endswith(".json")]
 
 
 def bucket_command(name: str, head: Head) -> str:

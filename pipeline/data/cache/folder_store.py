@@ -86,7 +86,7 @@ class FolderStore:
             make_folder(self.path(to).parent)
             os.replace(self.path(name), self.path(to))
 
-    def freshen(self, name: str) -> bool:
+    def refresh(self, name: str) -> bool:
         path = self.path(name)
         with cache_errors(path):
             try:

@@ -23,10 +23,10 @@ import pyarrow.compute as pc
 
 from pipeline.base.errors import IntegrityError
 from pipeline.data.cache import arrow, layout
+from pipeline.data.cache.encodings import records_schema
 from pipeline.data.cache.files import Files
 from pipeline.data.cache.keys import BATCH, SortedKeys, as_keys, halves, is_first, to_column, to_numpy
 from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.recipes import records_schema
 from pipeline.data.cache.shard import from_ipc, read_table, to_ipc, write_ipc
 from pipeline.data.cache.snapshot_lists import ENTRIES, EntryList, publish
 
@@ -129,74 +129,74 @@ def commit_of(
     return Commit(unit, name, size, records.num_rows, table, tuple(rejects), dict(provenance or {}))
 
 
-def publish_commit(files: Files, recipe: str, plan: int, commit: Commit) -> bool:
+def publish_commit(files: Files, encoding: str, plan: int, commit: Commit) -> bool:
     """Make a unit's shard visible. Returns False if the unit has a commit already; the new shard stays invisible."""
-    return files.put(Paths.unit(recipe, plan, commit.unit), layout.seal(commit.body()))
+    return files.put(Paths.unit(encoding, plan, commit.unit), layout.seal(commit.body()))
 
 
-def adopted_unit(recipe: str, shard: str) -> str:
+def adopted_unit(encoding: str, shard: str) -> str:
     """The id of the unit for an adopted shard. It depends on the shard, because forks of a cache may have different
     results of the same unit."""
-    return layout.digest("adopted", recipe, shard).hex()
+    return layout.digest("adopted", encoding, shard).hex()
 
 
-def committed(files: Files, recipe: str, plan: int) -> set[str]:
+def committed(files: Files, encoding: str, plan: int) -> set[str]:
     """The committed units of a plan."""
-    if files.exists(Paths.segment(recipe, plan)):
-        listed = Commits.read(files, files.document(Paths.segment(recipe, plan))["commits"])
+    if files.exists(Paths.segment(encoding, plan)):
+        listed = Commits.read(files, files.document(Paths.segment(encoding, plan))["commits"])
         return set(listed.table["unit"].to_pylist())
-    return {PurePosixPath(name).stem for name in files.unit_names(Paths.units(recipe, plan))}
+    return {PurePosixPath(name).stem for name in files.unit_names(Paths.units(encoding, plan))}
 
 
-def commits(files: Files, recipe: str, plan: int) -> list[Commit]:
+def commits(files: Files, encoding: str, plan: int) -> list[Commit]:
     """Commits of a plan, sorted by unit: from its segment if there is one, else from its unit documents."""
-    return list(each_commit(files, recipe, plan))
+    return list(each_commit(files, encoding, plan))
 
 
-def each_commit(files: Files, recipe: str, plan: int) -> Iterator[Commit]:
+def each_commit(files: Files, encoding: str, plan: int) -> Iterator[Commit]:
     """`commits`, one at a time: some plans have 10^5."""
-    return _commits(files, recipe, plan)[1]
+    return _commits(files, encoding, plan)[1]
 
 
-def _commits(files: Files, recipe: str, plan: int) -> tuple[str | None, Iterator[Commit]]:
+def _commits(files: Files, encoding: str, plan: int) -> tuple[str | None, Iterator[Commit]]:
     """The digest of a plan's merged record table, None without a segment, and its commits as `commits` has them."""
-    if files.exists(Paths.segment(recipe, plan)):
-        segment = files.document(Paths.segment(recipe, plan))
+    if files.exists(Paths.segment(encoding, plan)):
+        segment = files.document(Paths.segment(encoding, plan))
         return segment["table"], iter(Commits.read(files, segment["commits"]))
-    return None, map(Commit.from_body, files.documents(files.unit_names(Paths.units(recipe, plan))))
+    return None, map(Commit.from_body, files.documents(files.unit_names(Paths.units(encoding, plan))))
 
 
-def merge(files: Files, recipe: str, plan: int, units: Iterable[str]) -> bool:
+def merge(files: Files, encoding: str, plan: int, units: Iterable[str]) -> bool:
     """Write the segment of a plan once all its units are committed. Every process writes the same bytes.
 
     Returns:
         True if the plan has a segment afterwards.
     """
-    if files.exists(Paths.segment(recipe, plan)):
+    if files.exists(Paths.segment(encoding, plan)):
         return True
-    if committed(files, recipe, plan) != set(units):
+    if committed(files, encoding, plan) != set(units):
         return False
-    listed = Commits.table_of(each_commit(files, recipe, plan))
-    digest, rows = merged(files, recipe, Commits.entries_of(listed))
-    body = {"recipe": recipe, "plan": plan, "table": digest, "records": rows}
+    listed = Commits.table_of(each_commit(files, encoding, plan))
+    digest, rows = merged(files, encoding, Commits.entries_of(listed))
+    body = {"encoding": encoding, "plan": plan, "table": digest, "records": rows}
     body["commits"] = publish(files, listed).values()
-    files.put(Paths.segment(recipe, plan), layout.seal(body))
+    files.put(Paths.segment(encoding, plan), layout.seal(body))
     return True
 
 
-def merged(files: Files, recipe: str, done: Iterable[Commit]) -> tuple[str, int]:
+def merged(files: Files, encoding: str, done: Iterable[Commit]) -> tuple[str, int]:
     """Publish the merged record table of commits; returns its digest and its rows."""
-    whole = whole_table(files, recipe, done)
+    whole = whole_table(files, encoding, done)
     return files.put_table(partial(write_ipc, whole), "arrow"), whole.num_rows
 
 
-def whole_table(files: Files, recipe: str, done: Iterable[Commit]) -> pa.Table:
+def whole_table(files: Files, encoding: str, done: Iterable[Commit]) -> pa.Table:
     """The merged record table of commits, in one piece; a large table is in temporary files."""
-    schema, shards = records_schema(recipe.partition("-")[0]), dict[str, int]()
+    schema, shards = records_schema(encoding.partition("-")[0]), dict[str, int]()
 
     def parts() -> Iterator[dict[str, np.ndarray]]:
         for commit in done:
-            if commit.table and len(table := _unit_table(files, recipe, commit)):
+            if commit.table and len(table := _unit_table(files, encoding, commit)):
                 assert commit.shard is not None
                 columns = {name: to_numpy(table.column(name)) for name in schema.names}
                 yield {**columns, "shard": np.full(len(table), shards.setdefault(commit.shard, len(shards)))}
@@ -229,7 +229,7 @@ def _record_table(files: Files, digest: str, rebuild: Callable[[], pa.Table]) ->
 
 
 def record_table(files: Files, commit: Commit) -> pa.Table:
-    """The table of a commit's records, of a recipe or a pack.
+    """The table of a commit's records, of an encoding or a pack.
 
     Raises:
         IntegrityError: it is missing or damaged.
@@ -239,10 +239,10 @@ def record_table(files: Files, commit: Commit) -> pa.Table:
     return from_ipc(files.mapped(name, commit.table), files.where(name))
 
 
-def _unit_table(files: Files, recipe: str, commit: Commit) -> pa.Table:
+def _unit_table(files: Files, encoding: str, commit: Commit) -> pa.Table:
     assert commit.table is not None
     assert commit.shard is not None
-    shard = Paths.shard(recipe, commit.shard)
+    shard = Paths.shard(encoding, commit.shard)
     return _record_table(files, commit.table, lambda: read_table(files, shard))
 
 
@@ -271,10 +271,10 @@ class _CommittedPlan:
     unmerged: list[Commit]
 
     @classmethod
-    def read(cls, files: Files, recipe: str, number: int) -> _CommittedPlan:
+    def read(cls, files: Files, encoding: str, number: int) -> _CommittedPlan:
         shards, sizes = list[pa.Array](), [np.empty(0, np.int64)]
         rejects, unmerged, adopted = list[RecordReject](), list[Commit](), set[bool]()
-        table, done = _commits(files, recipe, number)
+        table, done = _commits(files, encoding, number)
         for some in by(BATCH, done):
             adopted |= {ADOPTED in commit.provenance for commit in some}
             rejects += [reject for commit in some for reject in commit.rejects]
@@ -287,7 +287,7 @@ class _CommittedPlan:
 
 
 class RecordIndex:
-    """Every record of one recipe. Keys are found by binary search over sorted 16-byte keys.
+    """Every record of one encoding. Keys are found by binary search over sorted 16-byte keys.
 
     Attributes:
         shards: names of the shards; the column `shard` has positions in this list.
@@ -298,8 +298,8 @@ class RecordIndex:
         lost: for each shard, whether it is missing or has another size than its commit says (one listing at first use).
     """
 
-    def __init__(self, files: Files, recipe: str, plans: list[int]):
-        self.recipe, self.kind, self._files = recipe, recipe.partition("-")[0], files
+    def __init__(self, files: Files, encoding: str, plans: list[int]):
+        self.encoding, self.kind, self._files = encoding, encoding.partition("-")[0], files
         every = self._by_precedence(plans)
         self.rejects = [reject for plan in every for reject in plan.rejects]
         self.shards: list[str] = [name for plan in every for chunk in plan.shards for name in chunk.to_pylist()]
@@ -310,7 +310,7 @@ class RecordIndex:
 
     def _by_precedence(self, plans: list[int]) -> list[_CommittedPlan]:
         """The plans, the lowest precedence first: adopted plans in reverse order, then the others."""
-        every = [_CommittedPlan.read(self._files, self.recipe, plan) for plan in plans]
+        every = [_CommittedPlan.read(self._files, self.encoding, plan) for plan in plans]
         return [plan for plan in every[::-1] if plan.is_adopted] + [plan for plan in every if not plan.is_adopted]
 
     def _tables(self, plan: _CommittedPlan, start: int) -> Iterator[pa.Table]:
@@ -318,18 +318,18 @@ class RecordIndex:
         positions (uint32), the plan's from `start` on."""
 
         def merge(done: Iterable[Commit]) -> pa.Table:
-            return whole_table(self._files, self.recipe, done)
+            return whole_table(self._files, self.encoding, done)
 
         if plan.table is None:
             table = merge(plan.unmerged)
         else:
-            commits = partial(each_commit, self._files, self.recipe, plan.number)
+            commits = partial(each_commit, self._files, self.encoding, plan.number)
             table = _record_table(self._files, plan.table, lambda: merge(commits()))
         return _numbered(table, pa.concat_arrays([pa.array([], pa.string()), *plan.shards]), start)
 
     @cached_property
     def lost(self) -> np.ndarray:
-        return missing_shards(self._files, self.recipe, self.shards, self.bytes)
+        return missing_shards(self._files, self.encoding, self.shards, self.bytes)
 
     @cached_property
     def outcomes(self) -> dict[str, RecordReject]:
@@ -358,7 +358,7 @@ class RecordIndex:
 
     @classmethod
     def union(cls, indexes: list[RecordIndex]) -> RecordIndex:
-        """One index over the indexes of several caches for the same recipe.
+        """One index over the indexes of several caches for the same encoding.
 
         For a key in several caches the first cache wins, unless its shard is lost. `caches` has the position of each
         shard's index.
@@ -366,7 +366,7 @@ class RecordIndex:
         if len(indexes) == 1:
             return indexes[0]
         union, local = cls.__new__(cls), indexes[0]
-        union.recipe, union.kind, union._files = local.recipe, local.kind, local._files
+        union.encoding, union.kind, union._files = local.encoding, local.kind, local._files
         shards, sizes, caches = list[str](), list[int](), list[int]()
         others = [
             (number, other, np.ones(len(other.shards), bool)) for number, other in enumerate(indexes[1:], start=1)

@@ -17,17 +17,17 @@ import pyarrow as pa
 
 from pipeline.data.cache import layout
 from pipeline.data.cache.codec import PLAIN
+from pipeline.data.cache.encodings import Encoding, caption_of, records_schema
 from pipeline.data.cache.files import Files
-from pipeline.data.cache.recipes import Recipe, caption_of, records_schema
 from pipeline.data.cache.shard import TarWriter, npy_header, to_ipc
 from pipeline.data.cache.snapshot_samples import NAMES, samples_schema
 
 NULL = f"{layout.META}/null"
 
 
-def joint_schema(recipes: Iterable[Recipe]) -> pa.Schema:
+def joint_schema(encodings: Iterable[Encoding]) -> pa.Schema:
     """`samples_schema` plus `NAMES` (its `captions` column is renamed `written`). `shard` is 0: this shard."""
-    schema = samples_schema(recipes)
+    schema = samples_schema(encodings)
     for name, column in (("source", "source"), ("item", "item"), ("written", "captions")):
         schema = schema.append(NAMES.field(column).with_name(name))
     return schema
@@ -35,7 +35,7 @@ def joint_schema(recipes: Iterable[Recipe]) -> pa.Schema:
 
 @dataclass(frozen=True)
 class Payload:
-    """A verified payload, copied from a shard of its recipe. shape: of its values."""
+    """A verified payload, copied from a shard of its encoding. shape: of its values."""
 
     key: bytes
     checksum: bytes
@@ -50,11 +50,11 @@ class JointWriter(TarWriter):
         files: the cache.
         folder: of the pack, below `shards/`.
         unit: the unit's id, written to the shard's head.
-        recipes: of the records, by kind.
+        encodings: of the records, by kind.
     """
 
-    def __init__(self, files: Files, folder: str, unit: str, recipes: Mapping[str, Recipe]):
-        self.folder, self.recipes, self.caption = folder, recipes, caption_of(recipes.values())
+    def __init__(self, files: Files, folder: str, unit: str, encodings: Mapping[str, Encoding]):
+        self.folder, self.encodings, self.caption = folder, encodings, caption_of(encodings.values())
         self._rows: list[dict[str, Any]] = []
         self._null: dict[str, Any] | None = None
         head = {
@@ -62,7 +62,7 @@ class JointWriter(TarWriter):
             "version": layout.VERSION,
             "pack": folder,
             "unit": unit,
-            **{kind: recipe.name for kind, recipe in recipes.items()},
+            **{kind: encoding.name for kind, encoding in encodings.items()},
         }
         super().__init__(files, head)
 
@@ -78,7 +78,7 @@ class JointWriter(TarWriter):
         name = f"{sample_id:016x}"
         row: dict[str, Any] = {
             "sample_id": sample_id,
-            **{kind: self._record(f"{name}.{kind}.npy", one, self.recipes[kind]) for kind, one in pictures.items()},
+            **{kind: self._record(f"{name}.{kind}.npy", one, self.encodings[kind]) for kind, one in pictures.items()},
             "source": source,
             "item": item,
             "captions": [],
@@ -111,14 +111,14 @@ class JointWriter(TarWriter):
     def finish(self) -> tuple[str, int, pa.Table]:
         """Close and publish the shard. Returns its digest (hex), its size in bytes and the record table."""
         if self._null is None:
-            table = pa.Table.from_pylist(self._rows, schema=joint_schema(self.recipes.values()))
+            table = pa.Table.from_pylist(self._rows, schema=joint_schema(self.encodings.values()))
         else:
             table = pa.Table.from_pylist([self._null], schema=records_schema(self.caption.kind))
         digest = self.close(self.folder, to_ipc(table))
         return digest, self.size, table
 
-    def _record(self, name: str, record: Payload, recipe: Recipe) -> dict[str, Any]:
-        plain = recipe.storage == PLAIN
+    def _record(self, name: str, record: Payload, encoding: Encoding) -> dict[str, Any]:
+        plain = encoding.storage == PLAIN
         header = npy_header(record.shape) if plain else npy_header((len(record.payload),), "|u1")
         start = self._member(name, header, memoryview(record.payload))
         return {

@@ -1,6 +1,6 @@
 """16-byte keys as numpy arrays and Arrow columns, and digests of many texts at a time.
 
-The keys of a single picture or caption are in `cache.recipes`. An item costs four digests in `bucket`; framing
+The keys of a single picture or caption are in `cache.encodings`. An item costs four digests in `bucket`; framing
 in Arrow leaves one call of xxhash for each.
 """
 

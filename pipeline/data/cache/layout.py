@@ -1,9 +1,9 @@
 """Names, identities and checksums of everything in a cache.
 
-Digests, sample ids, checksums, canonical JSON, documents, and paths. Recipes and keys: `cache.recipes`.
-Why: a record is found by its content and recipe, so nothing unchanged is encoded twice and nothing stale is used. These
-functions are the format: a change makes every existing cache unreadable, so `VERSION` counts changes and a golden test
-prevents accidental ones.
+Digests, sample ids, checksums, canonical JSON, documents, and paths. Encodings and keys: `cache.encodings`.
+Why: a record is found by its content and encoding, so nothing unchanged is encoded twice and nothing stale is used.
+These functions are the format: a change makes every existing cache unreadable, so `VERSION` counts changes and a golden
+test prevents accidental ones.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ META = "__sana_pipe__"
 """Folder of the members that describe a shard: `head`, `records`, `null`. Clients take a member without an extension
 for no part of a sample (webdataset skips the folder, too)."""
 PACKED = "packed-"
-"""Prefix of the names of packs, which take the place of recipe names in `shards/`, `plans/`, `units/`, `claims/`."""
+"""Prefix of the names of packs, which take the place of encoding names in `shards/`, `plans/`, `units/`, `claims/`."""
 
 
-DOCUMENTS = ("recipes", "sources", "plans", "units", "segments", "snapshots", "names", "prompts")
+DOCUMENTS = ("encodings", "sources", "plans", "units", "segments", "snapshots", "names", "prompts")
 """Folders of documents from which everything else follows. Each document is stored twice (`Paths.copy`)."""
 
 
@@ -71,12 +71,12 @@ def framed(part: str) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-def checksum(recipe_id: str, key: bytes, payload: bytes | memoryview | Any) -> bytes:
-    """16-byte checksum of a record: its recipe, its key and its payload (the tensor's bytes, without the npy header).
+def checksum(encoding_id: str, key: bytes, payload: bytes | memoryview | Any) -> bytes:
+    """16-byte checksum of a record: its encoding, its key and its payload (the tensor's bytes, without the npy header).
 
-    Recipe and key are included, so an intact record in a wrong place is detected.
+    Encoding and key are included, so an intact record in a wrong place is detected.
     """
-    state = xxhash.xxh3_128(bytes.fromhex(recipe_id))
+    state = xxhash.xxh3_128(bytes.fromhex(encoding_id))
     state.update(key)
     state.update(payload)
     return state.digest()
@@ -129,8 +129,8 @@ def numbers_of(names: Iterable[str], suffix: str = ".json") -> list[int]:
 
 _ALWAYS = {
     "format.json": ("what",),
-    "recipes": ("kind", "values"),
-    "sources": ("table", "recipes"),
+    "encodings": ("kind", "values"),
+    "sources": ("table", "encodings"),
     "plans": ("table", "units"),
     "units": ("rejects",),
     "segments": ("table", "commits"),
@@ -150,11 +150,11 @@ def contradicts_name(name: str, body: dict[str, Any]) -> str:
     if folder == "snapshots":
         body = {"id": content_digest(canonical(body))}
     wanted = {
-        "recipes": {"kind": stem.partition("-")[0]},
+        "encodings": {"kind": stem.partition("-")[0]},
         "sources": {"source": owner},
-        "plans": {"recipe": owner, "number": stem},
+        "plans": {"encoding": owner, "number": stem},
         "units": {"unit": stem},
-        "segments": {"recipe": owner, "plan": stem},
+        "segments": {"encoding": owner, "plan": stem},
         "snapshots": {"id": stem},
         "names": {"name": owner},
         "prompts": {"name": owner},
@@ -205,28 +205,28 @@ class Paths:
         return f"copies/{name}"
 
     @staticmethod
-    def recipe(recipe: str) -> str:
-        return f"recipes/{recipe}.json"
+    def encoding(encoding: str) -> str:
+        return f"encodings/{encoding}.json"
 
     @staticmethod
     def scans(source: str) -> str:
         return f"sources/{source}"
 
     @staticmethod
-    def plans(recipe: str) -> str:
-        return f"plans/{recipe}"
+    def plans(encoding: str) -> str:
+        return f"plans/{encoding}"
 
     @staticmethod
-    def units(recipe: str, plan: int) -> str:
-        return f"units/{recipe}/{plan:08d}"
+    def units(encoding: str, plan: int) -> str:
+        return f"units/{encoding}/{plan:08d}"
 
     @staticmethod
-    def unit(recipe: str, plan: int, unit: str) -> str:
-        return f"{Paths.units(recipe, plan)}/{unit[:2]}/{unit}.json"
+    def unit(encoding: str, plan: int, unit: str) -> str:
+        return f"{Paths.units(encoding, plan)}/{unit[:2]}/{unit}.json"
 
     @staticmethod
-    def segment(recipe: str, plan: int) -> str:
-        return f"segments/{recipe}/{plan:08d}.json"
+    def segment(encoding: str, plan: int) -> str:
+        return f"segments/{encoding}/{plan:08d}.json"
 
     @staticmethod
     def claims(*work: str | int) -> str:
@@ -234,7 +234,7 @@ class Paths:
 
     @staticmethod
     def claim(*work: str | int) -> str:
-        """The claim on a unit (recipe, plan, unit) or on a fragment of a scan ("fragments", source, fragment)."""
+        """The claim on a unit (encoding, plan, unit) or on a fragment of a scan ("fragments", source, fragment)."""
         return Paths.claims(*work) + ".json"
 
     @staticmethod
@@ -246,8 +246,8 @@ class Paths:
         return f"fragments/{source}/{fragment}.json"
 
     @staticmethod
-    def shard(recipe: str, name: str) -> str:
-        return f"shards/{recipe}/{name[:2]}/{name}.tar"
+    def shard(encoding: str, name: str) -> str:
+        return f"shards/{encoding}/{name[:2]}/{name}.tar"
 
     @staticmethod
     def table(name: str, suffix: str) -> str:

@@ -1,4 +1,5 @@
-"""Documents that are lost with their copies: what `verify --repair` does beside writing each document from its copy.
+"""Documents that are lost with their copies: what `verify --repair` does in addition to writing each document from its
+copy.
 
 It moves what is damaged twice, and commits whose plan is lost, to `damaged/`, and closes gaps between numbers. Then
 `encode` makes the records again that no commit names any more.

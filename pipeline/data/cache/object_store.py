@@ -145,7 +145,7 @@ class ObjectStore:
         self.replace(to, self.read(name))
         self.remove(name)
 
-    def freshen(self, name: str) -> bool:
+    def refresh(self, name: str) -> bool:
         # The store copies the object onto itself. S3 refuses that unless the copy replaces the metadata.
         s3 = {"MetadataDirective": "REPLACE"} if "s3" in self.fs.protocol else {}
         self._refuse_web(name)
@@ -158,7 +158,7 @@ class ObjectStore:
     def remove(self, name: str, before: float | None = None) -> bool:
         self._refuse_web(name)
         if before is not None:
-            # Stores cannot remove on condition of age: another process may freshen the object between two requests.
+            # Stores cannot remove on condition of age: another process may refresh the object between two requests.
             entry = self.stat(name)
             if entry is None or entry.modified > before:
                 return False

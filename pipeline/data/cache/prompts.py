@@ -2,7 +2,7 @@
 
 `publish` appends a document to `prompts/<name>/`, `open_prompts` opens the newest set of a name, `current` lists them.
 A set has its records in a table of its own (`ROWS`), which exists twice: training opens no index of all captions, and
-neither gc nor a repair of shards concerns it. Its id depends on the texts and the recipe alone.
+neither gc nor a repair of shards concerns it. Its id depends on the texts and the encoding alone.
 Price: the rows of a prompt are stored three times, some 300 KB for each prompt.
 """
 
@@ -20,9 +20,9 @@ import pyarrow as pa
 from pipeline.base.errors import CacheError, IntegrityError
 from pipeline.data.cache import layout
 from pipeline.data.cache.cache import CAPTIONS, FORGOTTEN, Cache, check_prompts_name
+from pipeline.data.cache.encodings import CaptionEncoding
 from pipeline.data.cache.index import as_keys
 from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.recipes import CaptionRecipe
 from pipeline.data.cache.shard import ShardReader, from_ipc, to_ipc
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.cache.snapshot_head import TextPlace
@@ -76,7 +76,7 @@ class PromptSet:
 
     path: str = field(compare=False)
     name: str
-    recipe: CaptionRecipe
+    encoding: CaptionEncoding
     texts: tuple[str, ...]
     open: Callable[[], pa.Table] = field(repr=False, compare=False)
     samples: tuple[int, ...] = field(default=(), compare=False)
@@ -86,8 +86,8 @@ class PromptSet:
 
     @property
     def id(self) -> str:
-        """32 hex digits over the recipe and the texts."""
-        return layout.digest("prompts", self.recipe.id, *self.texts).hex()
+        """32 hex digits over the encoding and the texts."""
+        return layout.digest("prompts", self.encoding.id, *self.texts).hex()
 
     def rows(self, number: int) -> np.ndarray:
         """The record of a prompt: bits of bf16, uint16 (rows, width).
@@ -112,7 +112,7 @@ class PromptSet:
 
     def _rows(self, row: int) -> np.ndarray:
         bits = np.frombuffer(self._table.column("rows")[row].as_buffer(), "<u2")
-        return bits.astype(np.uint16).reshape(-1, self.recipe.width)
+        return bits.astype(np.uint16).reshape(-1, self.encoding.width)
 
 
 Place = Caption | TextPlace
@@ -127,11 +127,11 @@ def _table(texts: Iterable[str], null: TextPlace, places: Iterable[Place], read:
     return pa.Table.from_pylist(rows, schema=ROWS)
 
 
-def _reading(reader: ShardReader, recipe: CaptionRecipe) -> Callable[[Place], bytes]:
+def _reading(reader: ShardReader, encoding: CaptionEncoding) -> Callable[[Place], bytes]:
     """Place -> the verified bits of its record."""
 
     def read(place: Place) -> bytes:
-        into = np.empty((place.rows, recipe.width), np.uint16)
+        into = np.empty((place.rows, encoding.width), np.uint16)
         reader.read(place.shard, place.offset, place.key, place.checksum, into, place.length)
         return into.astype("<u2", copy=False).tobytes()
 
@@ -139,9 +139,9 @@ def _reading(reader: ShardReader, recipe: CaptionRecipe) -> Callable[[Place], by
 
 
 def publish(
-    cache: Cache, name: str, recipe: CaptionRecipe, texts: Sequence[str], keys: Sequence[bytes]
+    cache: Cache, name: str, encoding: CaptionEncoding, texts: Sequence[str], keys: Sequence[bytes]
 ) -> PromptSet | None:
-    """Publish a set, unless the newest of this name and recipe is the same.
+    """Publish a set, unless the newest of this name and encoding is the same.
 
     Args:
         texts, keys: the prompts as written, and the keys of their records.
@@ -154,24 +154,24 @@ def publish(
         IntegrityError: a record is damaged.
     """
     check_prompts_name(name)
-    index = cache.index(recipe.name)
-    wanted = as_keys([recipe.null_key, *keys])
+    index = cache.index(encoding.name)
+    wanted = as_keys([encoding.null_key, *keys])
     if not index.present(wanted).all():
         return None
-    null, *places = (TextPlace.of(index, row, recipe.storage) for row in index.find(wanted).tolist())
-    read = _reading(ShardReader(cache.files, recipe.name), recipe)
+    null, *places = (TextPlace.of(index, row, encoding.storage) for row in index.find(wanted).tolist())
+    read = _reading(ShardReader(cache.files, encoding.name), encoding)
     table = cache.files.put_content(to_ipc(_table(texts, null, places, read)), "tables", "arrow", twice=True)
-    body = {"name": name, "text": recipe.name, "prompts": list(texts), "rows": table}
+    body = {"name": name, "text": encoding.name, "prompts": list(texts), "rows": table}
     while True:
-        before = next((known for known in _of(cache, name) if known.recipe == recipe), None)
+        before = next((known for known in _of(cache, name) if known.encoding == encoding), None)
         if before is not None and cache.files.document(before.path) == body:
             return before
         if path := cache.append(Paths.prompts(name), body):
             return _parse(cache, path, body)
 
 
-def open_prompts(cache: Cache, name: str | None, recipe: CaptionRecipe) -> PromptSet:
-    """The newest set of a name (default: `NAME`) of a recipe; or a set by its id.
+def open_prompts(cache: Cache, name: str | None, encoding: CaptionEncoding) -> PromptSet:
+    """The newest set of a name (default: `NAME`) of an encoding; or a set by its id.
 
     Raises:
         CacheError: there is none.
@@ -179,13 +179,13 @@ def open_prompts(cache: Cache, name: str | None, recipe: CaptionRecipe) -> Promp
     wanted = name or NAME
     sets = list(_of(cache, wanted)) or [known for known in _all(cache) if known.id == wanted]
     for known in sets:
-        if known.recipe == recipe:
+        if known.encoding == encoding:
             return known
     fix = "sana-pipe encode --prompts FILE" + (f" --prompts-name {wanted}" if wanted != NAME else "")
     if sets:
         raise CacheError(
-            f"{cache.location}: the prompt set {wanted!r} was encoded with another text recipe (wanted | stored)",
-            found="; ".join(recipe.difference(sets[0].recipe)),
+            f"{cache.location}: the prompt set {wanted!r} was encoded with another text encoding (wanted | stored)",
+            found="; ".join(encoding.difference(sets[0].encoding)),
             fix=f"{fix}, with the text encoder of the snapshot",
         )
     raise CacheError(
@@ -228,18 +228,18 @@ def spread(samples: int, count: int) -> list[int]:
 
 
 def find_rows(
-    cache: Cache, recipe: CaptionRecipe, prompt: str, normalise: Callable[[str, str], str]
+    cache: Cache, encoding: CaptionEncoding, prompt: str, normalise: Callable[[str, str], str]
 ) -> np.ndarray | None:
     """The record of a prompt of any set, as `PromptSet.rows` gives it; None: no set has it.
 
     Args:
-        normalise: (text, the recipe's `normalisation`) -> the text by which records are found.
+        normalise: (text, the encoding's `normalisation`) -> the text by which records are found.
     """
-    wanted = normalise(prompt, recipe.normalisation)
+    wanted = normalise(prompt, encoding.normalisation)
     for known in current(cache):
-        if known.recipe == recipe:
+        if known.encoding == encoding:
             for number, text in enumerate(known.texts):
-                if normalise(text, recipe.normalisation) == wanted:
+                if normalise(text, encoding.normalisation) == wanted:
                     return known.rows(number)
     return None
 
@@ -255,9 +255,9 @@ def names(cache: Cache) -> list[str]:
 
 
 def current(cache: Cache) -> Iterator[PromptSet]:
-    """The newest set of every name and recipe."""
+    """The newest set of every name and encoding."""
     for name in cache.files.folders("prompts"):
-        yield from {known.recipe: known for known in reversed(list(_of(cache, name)))}.values()
+        yield from {known.encoding: known for known in reversed(list(_of(cache, name)))}.values()
 
 
 def forget(cache: Cache, name: str) -> None:
@@ -292,12 +292,12 @@ def _all(cache: Cache) -> Iterator[PromptSet]:
 
 
 def _parse(cache: Cache, path: str, body: dict[str, Any]) -> PromptSet:
-    recipe = cache.recipe(body["text"])
-    if not isinstance(recipe, CaptionRecipe):
-        raise IntegrityError(f"{cache.files.where(path)}: names no text recipe", found=body["text"])
+    encoding = cache.encoding(body["text"])
+    if not isinstance(encoding, CaptionEncoding):
+        raise IntegrityError(f"{cache.files.where(path)}: names no text encoding", found=body["text"])
 
     def open_table() -> pa.Table:
         name = Paths.table(body["rows"], "arrow")
         return from_ipc(cache.files.mapped(name, body["rows"]), cache.files.where(name))
 
-    return PromptSet(path, body["name"], recipe, tuple(body["prompts"]), open_table)
+    return PromptSet(path, body["name"], encoding, tuple(body["prompts"]), open_table)

@@ -61,12 +61,12 @@ def references(cache: Cache) -> Iterator[Reference]:
 
 
 def owners(cache: Cache) -> list[str]:
-    """Names of the recipes and packs with plans or commits."""
+    """Names of the encodings and packs with plans or commits."""
     return sorted({name for folder in ("plans", "units", "segments") for name in cache.files.folders(folder)})
 
 
 def plan_count(cache: Cache, owner: str) -> int:
-    """One more than the last number of a plan of a recipe or pack, or of commits."""
+    """One more than the last number of a plan of an encoding or pack, or of commits."""
     files = cache.files
     numbers = {*numbers_of(files.names(Paths.plans(owner))), *numbers_of(files.names(f"segments/{owner}"))}
     without = {*numbers_of(files.folders(f"units/{owner}"), "")} - numbers

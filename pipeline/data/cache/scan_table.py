@@ -34,16 +34,16 @@ SCAN = pa.schema(
 )
 """`reject` is null for usable items. `part` and `where` are those of a `Place`, `stamp` is the part's; they are null
 for files. `ignored` of the first row of a part with a stamp, which an unchanged part is not listed for: what its
-listing skipped, a `Kinds` as JSON, or null. `pictures`: the further pictures, null without any; `size` is that of the
-picture, `mtime_ns` changes with every one of them."""
+listing skipped, a `Kinds` as JSON, or null. `pictures`: the control pictures and masks, null without any; `size` is
+that of the picture, `mtime_ns` changes with every one of them."""
 
 ABSENT = digest("no picture")
-"""Stands for the digest of a further picture that a sample lacks and need not have; its `item` is null."""
+"""Stands for the digest of a control picture or mask that a sample lacks and need not have; its `item` is null."""
 
 
 def places(scan: pa.Table, picture: str) -> pa.Table:
-    """`PLACE` of a picture of each item, with nulls where there is none. picture: the kind of a further picture; "" for
-    the item's own."""
+    """`PLACE` of a picture of each item, with nulls where there is none. picture: the kind of a control picture or
+    mask; "" for the item's own."""
     if not picture:
         return scan.select(PLACE.names)
     pieces = [_further(chunk, picture) for chunk in scan.column("pictures").chunks]
@@ -60,7 +60,7 @@ def _further(pictures: pa.ListArray, kind: str) -> pa.Table:
 
 
 def further_places(scan: pa.Table) -> pa.Table:
-    """`PLACE` of every further picture of the items."""
+    """`PLACE` of every control picture or mask of the items."""
     pieces = [pc.list_flatten(chunk) for chunk in scan.column("pictures").chunks]
     return pa.concat_tables([PLACE.empty_table(), *map(_as_places, pieces)])
 

@@ -38,7 +38,7 @@ _KEY = "key"
 
 
 class Scratch:
-    """Temporary storage beside a cache.
+    """Temporary storage next to a cache.
 
     Args:
         temporary: gives an unused path, as `Files.temporary`; default: in the system's folder for temporary files.
@@ -103,7 +103,7 @@ class Scratch:
         """Rows in ascending order of the column `key` (fixed 16 bytes), as tables of about `RUN` rows. Rows of equal
         keys keep their order, and are in one table."""
         # An external merge sort without a merge. `RUN` rows at a time are sorted in memory and appended to one file,
-        # beside the number of rows before each of 4,096 bins of the key's first 12 bits. Two runs, four bins:
+        # next to the number of rows before each of 4,096 bins of the key's first 12 bits. Two runs, four bins:
         #   run A  0 0 1 3      rows before the bins  0 2 3 3 4
         #   run B  1 2 2 3      rows before the bins  0 0 1 3 4
         # Bins are joined until they have about `RUN` rows: bins 0 and 1 have 3 + 1 of them (A[0:3] and B[0:1]), bins 2

@@ -32,8 +32,8 @@ from pipeline.base.disk import Handle, cache_errors, descriptors_left, is_out_of
 from pipeline.base.errors import CacheError, IntegrityError
 from pipeline.data.cache import codec, layout
 from pipeline.data.cache.arrow import combined, ipc_table
+from pipeline.data.cache.encodings import CaptionEncoding, Encoding, records_schema
 from pipeline.data.cache.files import Files
-from pipeline.data.cache.recipes import CaptionRecipe, Recipe, records_schema
 
 
 class NotAShardError(IntegrityError):
@@ -157,18 +157,18 @@ class ShardWriter(TarWriter):
 
     Args:
         files: the cache.
-        recipe: the recipe of every record.
+        encoding: the encoding of every record.
         unit: the unit's id, for the shard's head.
         measured: collects size and error of the records (storages other than plain bf16; decodes each record).
 
     Usage: `add` records, then `finish`. Leaving the `with` block without `finish` discards the shard.
     """
 
-    def __init__(self, files: Files, recipe: Recipe, unit: str, measured: codec.Measured | None = None):
-        self.recipe, self.measured = recipe, measured
-        self._codec = codec.codec_of(recipe)
-        self._columns: dict[str, list[Any]] = {name: [] for name in records_schema(recipe.kind).names}
-        head = {"format": layout.FORMAT, "version": layout.VERSION, "recipe": recipe.name, "unit": unit}
+    def __init__(self, files: Files, encoding: Encoding, unit: str, measured: codec.Measured | None = None):
+        self.encoding, self.measured = encoding, measured
+        self._codec = codec.codec_of(encoding)
+        self._columns: dict[str, list[Any]] = {name: [] for name in records_schema(encoding.kind).names}
+        head = {"format": layout.FORMAT, "version": layout.VERSION, "encoding": encoding.name, "unit": unit}
         super().__init__(files, head)
 
     def __len__(self) -> int:
@@ -187,10 +187,10 @@ class ShardWriter(TarWriter):
 
         Args:
             key: 16 bytes.
-            array: uint16 (bits of bf16, or plain values), with the recipe's axes.
+            array: uint16 (bits of bf16, or plain values), with the encoding's axes.
             caption: the original caption (text records; the null record has "").
             valid: number of rows that attention may see (text records); default: all.
-            stored: the encoded payload from another shard of this recipe, to be copied unchanged.
+            stored: the encoded payload from another shard of this encoding, to be copied unchanged.
 
         Raises:
             IntegrityError: NaN or infinity in `array`.
@@ -198,7 +198,7 @@ class ShardWriter(TarWriter):
         if array.dtype != np.uint16:
             raise TypeError(f"payload must be uint16, found {array.dtype}")
         array = np.ascontiguousarray(array).astype("<u2", copy=False)
-        if self.recipe.bf16 and not finite(array):
+        if self.encoding.bf16 and not finite(array):
             raise IntegrityError(f"record {key.hex()}: holds NaN or infinity, which is never stored")
         payload: bytes | memoryview
         if self._codec is None:
@@ -214,10 +214,10 @@ class ShardWriter(TarWriter):
             "key": key,
             "offset": start + len(header),
             "length": len(payload),
-            "checksum": layout.checksum(self.recipe.id, key, payload),
+            "checksum": layout.checksum(self.encoding.id, key, payload),
         }
-        row.update(zip(self.recipe.axes, array.shape, strict=True))
-        if isinstance(self.recipe, CaptionRecipe):
+        row.update(zip(self.encoding.axes, array.shape, strict=True))
+        if isinstance(self.encoding, CaptionEncoding):
             text = (caption or "").encode("utf-8")
             row.update(valid=len(array) if valid is None else valid, caption_length=len(text))
             row["caption_offset"] = self._member(f"{key.hex()}.txt", text)
@@ -231,8 +231,8 @@ class ShardWriter(TarWriter):
         Args:
             only: publish only if the digest is this one (a repair must restore the same bytes).
         """
-        table = pa.table(self._columns, schema=records_schema(self.recipe.kind))
-        digest = self.close(self.recipe.name, to_ipc(table), only=only)
+        table = pa.table(self._columns, schema=records_schema(self.encoding.kind))
+        digest = self.close(self.encoding.name, to_ipc(table), only=only)
         return digest, self._offset, table
 
 
@@ -303,17 +303,19 @@ class ShardReader:
 
     Args:
         files: the cache.
-        recipe: the recipe of the records.
+        encoding: the encoding of the records.
         limit: maximum number of open shards; fewer if this process has few file descriptors left.
-        folder: the folder of the shards within `shards/`; default: the recipe's.
+        folder: the folder of the shards within `shards/`; default: the encoding's.
         ranged: read an object store by range requests instead of whole shards: for records that are read once.
     """
 
-    def __init__(self, files: Files, recipe: str, *, limit: int = 256, folder: str | None = None, ranged: bool = False):
-        self.files, self.recipe, self.folder = files, recipe, folder or recipe
+    def __init__(
+        self, files: Files, encoding: str, *, limit: int = 256, folder: str | None = None, ranged: bool = False
+    ):
+        self.files, self.encoding, self.folder = files, encoding, folder or encoding
         self._ranged = ranged
-        self.recipe_id = recipe.partition("-")[2]
-        self._codec = codec.reader(files, recipe)
+        self.encoding_id = encoding.partition("-")[2]
+        self._codec = codec.reader(files, encoding)
         self._limit = max(4, min(limit, descriptors_left() // 2))
         self._open: OrderedDict[str, Handle] = OrderedDict()
         self._reopened: dict[str, float] = {}
@@ -350,7 +352,7 @@ class ShardReader:
                     f"{self.where(shard, offset, key)} is not stored as plain bf16 of shape {into.shape}",
                     expected=f"{into.nbytes} bytes",
                     found=f"{length} bytes",
-                    fix=f"{layout.REPAIR} (the recipe's document says how it is stored)",
+                    fix=f"{layout.REPAIR} (the encoding's document says how it is stored)",
                 )
             self._read(shard, offset, key, expected, memoryview(into.data).cast("B"), attempts)
         else:
@@ -383,7 +385,7 @@ class ShardReader:
             The records that stay wrong: (row, error), by row.
 
         Raises:
-            IntegrityError: not about one record: a shard is missing, or stored otherwise than its recipe says.
+            IntegrityError: not about one record: a shard is missing, or stored otherwise than its encoding says.
         """
         if not len(which):
             return []
@@ -425,7 +427,7 @@ class ShardReader:
 
     def matches(self, key: bytes, checksum: bytes, payload: memoryview) -> bool:
         """Return whether a payload is what was written under this key."""
-        return layout.checksum(self.recipe_id, key, payload) == checksum
+        return layout.checksum(self.encoding_id, key, payload) == checksum
 
     def stored(self, shard: str, offset: int, key: bytes, expected: bytes, length: int | None) -> bytearray:
         """The verified payload of a record, still encoded.
@@ -479,7 +481,7 @@ class ShardReader:
                 what, problem = "is cut short", {"expected": f"{len(view)} bytes", "found": f"{got} bytes"}
                 continue
             actual = (
-                layout.digest("caption", key, bytes(view)) if caption else layout.checksum(self.recipe_id, key, view)
+                layout.digest("caption", key, bytes(view)) if caption else layout.checksum(self.encoding_id, key, view)
             )
             if actual == expected:
                 return
@@ -555,7 +557,7 @@ class ShardReader:
 
 
 def read_head(files: Files, name: str) -> dict[str, Any]:
-    """The head of a shard, from its first bytes: `recipe` (or `pack`) and `unit`.
+    """The head of a shard, from its first bytes: `encoding` (or `pack`) and `unit`.
 
     Raises:
         NotAShardError: not a shard of this format.

@@ -20,15 +20,15 @@ import pyarrow as pa
 
 from pipeline.base.errors import CacheError
 from pipeline.data.cache.arrow import ipc_table
+from pipeline.data.cache.encodings import Encoding, caption_of, pictures_of
 from pipeline.data.cache.files import Files
 from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.recipes import Recipe, caption_of, pictures_of
 from pipeline.data.cache.shard import ShardReader
 from pipeline.data.cache.snapshot_head import Head, check_sizes
 from pipeline.data.cache.snapshot_lists import ChunkTable
 from pipeline.data.cache.snapshot_samples import Caption, Columns, RecordPlace, Sample, columns_of, values_at
 
-R = TypeVar("R", bound=Recipe)
+R = TypeVar("R", bound=Encoding)
 OPEN_CHUNKS = 4096
 """Chunks of a snapshot that stay mapped, for samples and for names; 10 KB of memory each. Those of 10^9 samples: every
 step has samples of nearly all chunks, and opening one again takes half a millisecond."""
@@ -54,9 +54,9 @@ class Snapshot:
         self.files, self.id = files, snapshot_id
         self.head = Head.read(files, snapshot_id)
         self.buckets, self.null = self.head.buckets, self.head.null
-        recipes = self.head.recipes_by_kind.values()
-        self.pictures = {recipe.kind: recipe for recipe in pictures_of(recipes)}
-        self.caption = caption_of(recipes)
+        encodings = self.head.encodings_by_kind.values()
+        self.pictures = {encoding.kind: encoding for encoding in pictures_of(encodings)}
+        self.caption = caption_of(encodings)
         self._starts = np.concatenate([[0], np.cumsum([bucket.samples for bucket in self.buckets])]).astype(np.int64)
         self._chunk_starts = np.concatenate([[0], np.cumsum([c.rows for c in self.head.chunks])]).astype(np.int64)
         self._checked: dict[str, tuple[int, ...]] = {}
@@ -79,9 +79,9 @@ class Snapshot:
         """Return whether its records lie in joint shards, in a shuffled order."""
         return self.head.folder is not None
 
-    def recipe(self, kind: type[R]) -> R:
-        """See `Head.recipe`."""
-        return self.head.recipe(kind)
+    def encoding(self, kind: type[R]) -> R:
+        """See `Head.encoding`."""
+        return self.head.encoding(kind)
 
     def shape(self, kind: str, bucket: int) -> tuple[int, ...]:
         """The shape of a kind of picture record in a bucket."""
@@ -93,7 +93,7 @@ class Snapshot:
 
     def reader(self, kind: str, **options: Any) -> ShardReader:
         """A reader of the records of a kind. options: those of `ShardReader`."""
-        return ShardReader(self.files, self.head.recipes_by_kind[kind].name, folder=self.head.folder, **options)
+        return ShardReader(self.files, self.head.encodings_by_kind[kind].name, folder=self.head.folder, **options)
 
     def shard_size(self, kind: str, number: int) -> int:
         """Bytes of a shard by its number."""

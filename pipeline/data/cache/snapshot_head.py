@@ -16,11 +16,11 @@ import numpy as np
 from pipeline.base.errors import IntegrityError
 from pipeline.data.cache import layout
 from pipeline.data.cache.codec import PLAIN
+from pipeline.data.cache.encodings import Encoding, caption_of, encoding_class
 from pipeline.data.cache.files import Files
 from pipeline.data.cache.index import RecordIndex
 from pipeline.data.cache.keys import Digests, key_bytes
 from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.recipes import Recipe, caption_of, recipe_class
 from pipeline.data.cache.snapshot_lists import (
     HEX,
     ChunkTable,
@@ -32,7 +32,7 @@ from pipeline.data.cache.snapshot_lists import (
     publish,
 )
 
-R = TypeVar("R", bound=Recipe)
+R = TypeVar("R", bound=Encoding)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Head(HeadObject):
     """The head of a snapshot.
 
     Attributes:
-        recipes: values of the recipes by kind.
+        encodings: values of the encodings by kind.
         shards: lists of shards by kind; the samples' tables count into them.
         left_out: reason -> items that are not in the snapshot.
         sources: source -> digest of its scan's table.
@@ -148,7 +148,7 @@ class Head(HeadObject):
         leaked: held-out snapshot -> its samples that look like one of these, where that was counted.
     """
 
-    recipes: Mapping[str, Mapping[str, Any]]
+    encodings: Mapping[str, Mapping[str, Any]]
     policies: Policies
     buckets: tuple[Bucket, ...]
     shards: Mapping[str, ShardTable]
@@ -215,20 +215,22 @@ class Head(HeadObject):
         return layout.canonical({**self.values(), "parent": None, "options": None, "leaked": None})
 
     @cached_property
-    def recipes_by_kind(self) -> Mapping[str, Recipe]:
-        """The recipes of its records."""
-        return {kind: recipe_class(kind).from_values(dict(values)) for kind, values in self.recipes.items()}
+    def encodings_by_kind(self) -> Mapping[str, Encoding]:
+        """The encodings of its records."""
+        return {kind: encoding_class(kind).from_values(dict(values)) for kind, values in self.encodings.items()}
 
-    def recipe(self, kind: type[R]) -> R:
-        """The recipe of a kind of record.
+    def encoding(self, kind: type[R]) -> R:
+        """The encoding of a kind of record.
 
         Raises:
             IntegrityError: the snapshot has no such records.
         """
-        recipe = self.recipes_by_kind.get(kind.kind)
-        if not isinstance(recipe, kind):
-            raise IntegrityError(f"the snapshot has no records of the kind {kind.kind}", found=", ".join(self.recipes))
-        return recipe
+        encoding = self.encodings_by_kind.get(kind.kind)
+        if not isinstance(encoding, kind):
+            raise IntegrityError(
+                f"the snapshot has no records of the kind {kind.kind}", found=", ".join(self.encodings)
+            )
+        return encoding
 
     @property
     def samples(self) -> int:
@@ -236,7 +238,7 @@ class Head(HeadObject):
 
     def shard_path(self, kind: str, name: str) -> str:
         """A shard as a file of the cache."""
-        return Paths.shard(self.folder or self.recipes_by_kind[kind].name, name)
+        return Paths.shard(self.folder or self.encodings_by_kind[kind].name, name)
 
     def shard_files(self, share: slice = slice(None)) -> dict[str, int]:
         """The shards as files of the cache, with their sizes in bytes. share: of each list, by number."""
@@ -250,7 +252,7 @@ class Head(HeadObject):
 
     def shard_sizes(self) -> np.ndarray:
         """Bytes of each shard, (shards,) uint64. All joint shards of a packed snapshot have texts."""
-        caption = caption_of(self.recipes_by_kind.values()).kind
+        caption = caption_of(self.encodings_by_kind.values()).kind
         lists = [self.shards[caption]] if self.folder is not None else self.shards.values()
         return np.concatenate([part.sizes for part in lists])
 

@@ -1,6 +1,6 @@
 """Lists of documents as tables: the shards and chunks of a snapshot, the units of a plan, the commits of a segment.
 
-Each list is an Arrow table beside the document, which names it by its digest; the table has a copy, as documents have.
+Each list is an Arrow table next to the document, which names it by its digest; the table has a copy, as documents have.
 It is read when it is first used, checked whole and mapped, so that the processes of a machine share the memory.
 The lists of a snapshot that is being made are in memory.
 """

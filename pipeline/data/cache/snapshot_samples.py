@@ -16,9 +16,9 @@ import pyarrow.compute as pc
 
 from pipeline.data.cache import layout
 from pipeline.data.cache.codec import PLAIN
+from pipeline.data.cache.encodings import Encoding, caption_of, pictures_of
 from pipeline.data.cache.files import Files
 from pipeline.data.cache.keys import fixed, key_bytes
-from pipeline.data.cache.recipes import Recipe, caption_of, pictures_of
 from pipeline.data.cache.shard import to_ipc
 from pipeline.data.cache.snapshot_lists import Chunk
 
@@ -35,22 +35,22 @@ NAMES = pa.schema(
 """Rows for people, one per sample: where it came from, and where its captions lie in the text shards."""
 
 
-def samples_schema(recipes: Iterable[Recipe]) -> pa.Schema:
+def samples_schema(encodings: Iterable[Encoding]) -> pa.Schema:
     """Rows that training reads, one per sample: `sample_id`, a struct with the place of its record for each kind of
     picture record (named after the kind), and `captions`, a list of such structs with `rows` and `weight`.
 
     `shard` is an index into the head's `shards` of that kind. `length` (bytes of the payload) is there where a kind is
     not stored as plain values.
     """
-    every = list(recipes)
+    every = list(encodings)
     caption = caption_of(every)
-    pictures = [(recipe.kind, _place(recipe)) for recipe in pictures_of(every)]
+    pictures = [(encoding.kind, _place(encoding)) for encoding in pictures_of(every)]
     captions = pa.list_(_place(caption, ("rows", pa.uint32()), ("weight", pa.float32())))
     return pa.schema([("sample_id", pa.uint64()), *pictures, ("captions", captions)])
 
 
-def _place(recipe: Recipe, *more: tuple[str, pa.DataType]) -> pa.StructType:
-    return pa.struct([*_PLACE, *([] if recipe.storage == PLAIN else [_LENGTH]), *more])
+def _place(encoding: Encoding, *more: tuple[str, pa.DataType]) -> pa.StructType:
+    return pa.struct([*_PLACE, *([] if encoding.storage == PLAIN else [_LENGTH]), *more])
 
 
 def picture_keys(samples: pa.Table, kind: str) -> np.ndarray:

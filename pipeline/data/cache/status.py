@@ -16,7 +16,7 @@ from pipeline.base.errors import CacheError
 from pipeline.base.urls import strip_credentials
 from pipeline.data.cache import index, prompts
 from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.findings import damage_only, packs, recipe_names
+from pipeline.data.cache.findings import damage_only, encoding_names, packs
 from pipeline.data.cache.keys import Digests
 from pipeline.data.cache.layout import REPAIR, Paths
 from pipeline.data.cache.snapshot import Snapshot
@@ -70,9 +70,9 @@ class _Counts:
             self.damaged[what] = {"problem": damage_only(error), "fix": error.fix or REPAIR}
 
     def stores(self) -> dict[str, dict[str, Any]]:
-        """Count records by recipe or pack."""
+        """Count records by encoding or pack."""
         stores = {}
-        for name in [*recipe_names(self.cache), *packs(self.cache)]:
+        for name in [*encoding_names(self.cache), *packs(self.cache)]:
             with self._readable(Paths.plans(name)):
                 stores[name] = self._store(name)
         return stores
@@ -111,13 +111,13 @@ class _Counts:
                 if scan is None:
                     continue
                 items, usable = self.cache.nulls(scan["table"], "reject")
-                planned = all(stores.get(recipe, {}).get("plans") for recipe in scan["recipes"].values())
+                planned = all(stores.get(encoding, {}).get("plans") for encoding in scan["encodings"].values())
                 scanning |= usable > 0 and not planned
                 sources[name] = {
                     "items": items,
                     "rejected": items - usable,
                     "root": strip_credentials(scan["root"]),
-                    "recipes": scan["recipes"],
+                    "encodings": scan["encodings"],
                 }
         return sources, scanning
 
@@ -141,7 +141,7 @@ class _Counts:
             with self._readable(Paths.prompts(name)):
                 newest = prompts.newest(self.cache, name)
                 if newest is not None:
-                    sets[name] = {"id": newest.id, "prompts": len(newest), "text": newest.recipe.name}
+                    sets[name] = {"id": newest.id, "prompts": len(newest), "text": newest.encoding.name}
         return sets
 
     def snapshots(self) -> tuple[dict[str, str | None], list[str]]:

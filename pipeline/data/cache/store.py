@@ -59,11 +59,11 @@ class Store(Protocol):
     def move(self, name: str, to: str) -> None:
         """Rename a file, damaged or not."""
 
-    def freshen(self, name: str) -> bool:
+    def refresh(self, name: str) -> bool:
         """Set a file's modification time to now. Returns False if the file is missing."""
 
     def remove(self, name: str, before: float | None = None) -> bool:
-        """Remove a file, if it exists. before: only if it was last written or freshened at or before this time.
+        """Remove a file, if it exists. before: only if it was last written or refreshed at or before this time.
         Returns whether it was removed, if `before` is given."""
 
     # ------------------------------------------------------------ reading

@@ -1,6 +1,6 @@
 """Shared by the frozen networks: dtypes, bf16 bits, and the digest of their weights.
 
-Why a digest over tensors, not files: equal weights are the same recipe however they are sharded.
+Why a digest over tensors, not files: equal weights are the same encoding however they are sharded.
 Price: the digest reads every byte of the weights (5 GB for Gemma-2-2b).
 """
 

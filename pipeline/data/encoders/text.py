@@ -27,7 +27,7 @@ SELECTION = "sana"
 """Name of the selection rule: the first position and the last `max_length - 1` of the padded sequence."""
 
 BATCH_TOKENS = 8192
-"""Maximum positions of a forward pass, padding included: fills a GPU and fits beside Gemma."""
+"""Maximum positions of a forward pass, padding included: fills a GPU and fits next to Gemma."""
 
 _NOISE_FACTOR, _MAX_TOLERANCE = 3.0, 0.1
 _COMPARED = 4
@@ -54,7 +54,7 @@ _TEXT_ARCHITECTURE: dict[str, Any] = {  # transformers' Gemma2Config
 }
 
 
-# ---------------------------------------------------------------- recipes, from files alone
+# ---------------------------------------------------------------- encodings, from files alone
 
 
 def tolerance(dtype: str, layers: int) -> float:
@@ -77,7 +77,7 @@ def describe_text(config: TextConfig, instruction: str) -> dict[str, Any]:
         "dtype": config.dtype,
         "attention": "eager",
         "instruction": instruction,
-        "normalisation": config.recipe,
+        "normalisation": config.prompting,
         "max_length": config.max_length,
         "selection": SELECTION,
         "width": int(architecture["hidden_size"]),
@@ -284,7 +284,7 @@ class TextEncoder:
     `mode: exact` computes every caption so. `mode: auto` runs the instruction once, without its last token, and in full
     the captions that do not begin with exactly these tokens. Some captions of the first batch, and of each with
     captions twice as long as any before, are compared with the reference; beyond the tolerance nothing is stored and
-    the run ends. The mode is not part of the recipe: values differ as between batch sizes and types of GPU.
+    the run ends. The mode is not part of the encoding: values differ as between batch sizes and types of GPU.
 
     The tolerance is on the largest relative error of a token, |a - b| / |b|. fp32: 1e-4 (measured 3e-6). bf16: 4 steps
     of bf16, times the square root of the number of layers, since roundings add up like a random walk: 0.08 for

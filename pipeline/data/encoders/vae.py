@@ -1,7 +1,7 @@
 """The frozen networks of pictures: to latents, and back.
 
 Latents and rows are computed once and read for weeks, so each value has one definition, nothing is tiled or padded
-unnecessarily, and a recipe changes exactly when a value could change.
+unnecessarily, and an encoding changes exactly when a value could change.
 Price: describing a model reads all of its weights to digest them.
 """
 
@@ -42,7 +42,7 @@ _VAE_ARCHITECTURE: dict[str, Any] = {  # diffusers' defaults, for configurations
 }
 
 
-# ---------------------------------------------------------------- recipes, from files alone
+# ---------------------------------------------------------------- encodings, from files alone
 
 
 def describe_vae(config: VaeConfig) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from pipeline.data.cache.config import StorageConfig
 
 
 class EncodeConfig(Section):
-    """The encoding of pictures and captions. Only `storage` is part of the recipe. Batch sizes are part of the plan, so
-    a unit's bytes do not depend on the process that encodes it."""
+    """The way in which pictures and captions are encoded. Only `storage` is part of the encoding. Batch sizes are part
+    of the plan, so a unit's bytes do not depend on the process that encodes it."""
 
     storage: StorageConfig = StorageConfig()
     """Storage of values."""

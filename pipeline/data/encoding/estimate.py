@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 from pipeline.base.amounts import amount, duration
 from pipeline.data.cache import codec
 from pipeline.data.cache.arrow import batches
-from pipeline.data.cache.cache import Cache, Unit, WorkPlan
-from pipeline.data.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, records_schema
+from pipeline.data.cache.cache import Cache, Unit, WorkList
+from pipeline.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding, caption_of, records_schema
 from pipeline.data.cache.scratch import Scratch
 from pipeline.data.cache.shard import BLOCK, npy_header
 from pipeline.data.encoding import image_batch, scan_rows
@@ -47,7 +47,7 @@ PROBE_S = 60.0
 """Seconds that a probe may take, without loading the encoders. A started batch is finished."""
 
 _UNIT = 2500  # bytes of a unit's commit document, and of its place in the plan and in the segment
-_PLAN = 9000  # bytes of a plan, its segment and their lists, with copies, beside their rows
+_PLAN = 9000  # bytes of a plan, its segment and their lists, with copies, in addition to their rows
 _SHARD = 4400  # bytes of a shard's head, of its table's frame and of its end
 
 
@@ -88,7 +88,7 @@ class Wanted:
         unread: usable items that were judged by their header only.
         rejects: by kind of reason.
         buckets: (height, width) -> samples and the sum of their crop losses.
-        pictures: by the recipe of their records.
+        pictures: by the encoding of their records.
         captions: number of new captions. caption_bytes: their length as written.
         sample: some of them, normalised, and their length in bytes as written.
         cached_captions: records that the cache already holds (the null record included).
@@ -109,8 +109,8 @@ class Wanted:
 
     @property
     def images(self) -> int:
-        """New pictures that are decoded: what is made beside others is made of their pixels."""
-        alone = sum(each.new for recipe, each in self.pictures.items() if not recipe.beside)
+        """New pictures that are decoded: what is made with others is made of their pixels."""
+        alone = sum(each.new for encoding, each in self.pictures.items() if not encoding.shares_pixels)
         return max([alone, *(each.new for each in self.pictures.values())])
 
     @property
@@ -119,18 +119,20 @@ class Wanted:
         return self.captions + self.null
 
 
-def wanted(scan: pa.Table, cache: Cache | None, recipes: Sequence[Recipe], table: list[Shape]) -> Wanted:
+def wanted(scan: pa.Table, cache: Cache | None, encodings: Sequence[Encoding], table: list[Shape]) -> Wanted:
     """Compare a scan (of whole pictures or of headers) with a cache.
 
     Args:
-        recipes: as of `signals.recipes`. table: the target resolutions of the buckets.
+        encodings: as of `signals.encodings`. table: the target resolutions of the buckets.
     """
-    text = caption_of(recipes)
+    text = caption_of(encodings)
     scratch = cache.files.scratch if cache is not None else Scratch()
     work, refused = _counted(scan, table), dict[tuple[str, str], None]()
-    for recipe in (recipe for recipe in recipes if isinstance(recipe, PictureSignal)):
-        pictures = work.pictures[recipe] = Pictures()
-        for new, cached in _new(planning.image_work(scan, "", recipe, table, scratch), "item", cache, recipe, refused):
+    for encoding in (encoding for encoding in encodings if isinstance(encoding, PictureSignal)):
+        pictures = work.pictures[encoding] = Pictures()
+        for new, cached in _new(
+            planning.image_work(scan, "", encoding, table, scratch), "item", cache, encoding, refused
+        ):
             pictures.cached += cached
             pictures.add(new)
 
@@ -168,7 +170,7 @@ def _counted(scan: pa.Table, table: list[Shape]) -> Wanted:
 
 
 def _new(
-    records: pa.Table, name: str, cache: Cache | None, recipe: Recipe, refused: dict[tuple[str, str], None]
+    records: pa.Table, name: str, cache: Cache | None, encoding: Encoding, refused: dict[tuple[str, str], None]
 ) -> Iterator[tuple[pa.Table, int]]:
     """Divide pieces of a work list: the rows that the cache lacks, and the number of those that it has. Rows that
     cannot be made are added to `refused`, as (value of column `name`, reason): each once, whatever kinds of records
@@ -176,60 +178,60 @@ def _new(
     if cache is None:
         yield from ((batch, 0) for batch in batches(records))
         return
-    reasons = cache.index(recipe.name).outcomes
-    for batch, present, failed in planning.settled(cache, recipe, records):
+    reasons = cache.index(encoding.name).outcomes
+    for batch, present, failed in planning.settled(cache, encoding, records):
         unmade = batch.filter(pa.array(failed))
         pairs = zip(unmade.column(name).to_pylist(), unmade.column("key").to_pylist(), strict=True)
         refused |= {(label, reasons[key.hex()].reason): None for label, key in pairs}
         yield batch.filter(pa.array(~present & ~failed)), int(present.sum())
 
 
-def _sampled(captions: pa.Table, recipe: CaptionRecipe) -> Iterator[tuple[str, int]]:
+def _sampled(captions: pa.Table, encoding: CaptionEncoding) -> Iterator[tuple[str, int]]:
     """About `SAMPLE` captions at equal distances."""
     step, before = max(1, math.ceil(len(captions) / SAMPLE)), 0
     for batch in batches(captions.select(["caption"])):
         rows = np.arange(-before % step, len(batch), step)
         before += len(batch)
         for caption in batch.column("caption").take(pa.array(rows)).to_pylist():
-            yield caption_rules.normalise(caption, recipe.normalisation), len(caption.encode())
+            yield caption_rules.normalise(caption, encoding.normalisation), len(caption.encode())
 
 
 # ---------------------------------------------------------------- bytes
 
 
-def unit_bytes(cache: Cache, plan: WorkPlan, unit: Unit) -> int:
+def unit_bytes(cache: Cache, plan: WorkList, unit: Unit) -> int:
     """Bytes that a unit's shard will take, about: of captions only the lengths are known."""
-    recipe = cache.recipe(plan.recipe)
+    encoding = cache.encoding(plan.encoding)
     rows = cache.unit_rows(plan, unit)
-    if isinstance(recipe, PictureRecipe):
+    if isinstance(encoding, PictureEncoding):
         shapes = zip(rows.column("height").to_pylist(), rows.column("width").to_pylist(), strict=True)
-        return sum(picture_bytes(recipe, height, width) for height, width in shapes)
-    assert isinstance(recipe, CaptionRecipe)
+        return sum(picture_bytes(encoding, height, width) for height, width in shapes)
+    assert isinstance(encoding, CaptionEncoding)
     lengths = [None if text is None else len(text.encode()) for text in rows.column("caption").to_pylist()]
     return sum(
-        text_bytes(recipe, recipe.max_length if length is None else likely_rows(recipe, length), length or 0)
+        text_bytes(encoding, encoding.max_length if length is None else likely_rows(encoding, length), length or 0)
         for length in lengths
     )
 
 
-def picture_bytes(recipe: PictureRecipe, height: int, width: int) -> int:
+def picture_bytes(encoding: PictureEncoding, height: int, width: int) -> int:
     """Bytes of a picture's record in a shard, including its row of the shard's table. height, width: in pixels."""
-    return _record(recipe, recipe.shape(height, width))
+    return _record(encoding, encoding.shape(height, width))
 
 
-def text_bytes(recipe: CaptionRecipe, rows: int, caption: int) -> int:
+def text_bytes(encoding: CaptionEncoding, rows: int, caption: int) -> int:
     """Bytes of a text record in a shard. rows: of the record; caption: bytes of the caption as written."""
-    return _record(recipe, (rows, recipe.width)) + BLOCK + _padded(caption)
+    return _record(encoding, (rows, encoding.width)) + BLOCK + _padded(caption)
 
 
-def member_bytes(recipe: Recipe, shape: tuple[int, ...]) -> int:
+def member_bytes(encoding: Encoding, shape: tuple[int, ...]) -> int:
     """Bytes of a record's member in a shard: tar header, npy header, payload, padding. shape: of the values."""
-    size = codec.payload_bytes(recipe, shape)
+    size = codec.payload_bytes(encoding, shape)
     return BLOCK + _padded(len(npy_header(shape)) + size)
 
 
-def _record(recipe: Recipe, shape: tuple[int, ...]) -> int:
-    return member_bytes(recipe, shape) + _row(recipe.kind)
+def _record(encoding: Encoding, shape: tuple[int, ...]) -> int:
+    return member_bytes(encoding, shape) + _row(encoding.kind)
 
 
 def _padded(size: int) -> int:
@@ -240,9 +242,9 @@ def _row(kind: str) -> int:
     return sum(column.type.bit_width // 8 for column in records_schema(kind))
 
 
-def likely_rows(recipe: CaptionRecipe, caption: int) -> int:
+def likely_rows(encoding: CaptionEncoding, caption: int) -> int:
     """Rows of a caption of so many bytes, without a tokenizer: three bytes per token, fewer than most captions have."""
-    return min(recipe.max_length, 2 + -(-caption // 3))
+    return min(encoding.max_length, 2 + -(-caption // 3))
 
 
 @dataclass(frozen=True)
@@ -266,11 +268,11 @@ class Sizes:
         return sum(self.records.values()) + self.index
 
 
-def sizes(work: Wanted, text: CaptionRecipe, count_rows: Callable[[Sequence[str]], list[int]]) -> Sizes:
+def sizes(work: Wanted, text: CaptionEncoding, count_rows: Callable[[Sequence[str]], list[int]]) -> Sizes:
     """Bytes by kind.
 
     Args:
-        text: the recipe of captions.
+        text: the encoding of captions.
         count_rows: normalised captions -> their rows (a tokenizer); called for `Wanted.sample`.
     """
     assert isinstance(text, CaptionSignal)
@@ -284,20 +286,20 @@ def sizes(work: Wanted, text: CaptionRecipe, count_rows: Callable[[Sequence[str]
     index = work.texts * (2 * _row(text.kind) + 48) + work.caption_bytes + work.items * 96
     index += _PLAN * bool(units) + units * _UNIT
     records = dict[str, int]()
-    for recipe, pictures in work.pictures.items():
-        records[recipe.noun], units = _picture_bytes(pictures, recipe)
-        index += pictures.new * (2 * _row(recipe.kind) + 128) + _PLAN * bool(units) + units * _UNIT
+    for encoding, pictures in work.pictures.items():
+        records[encoding.noun], units = _picture_bytes(pictures, encoding)
+        index += pictures.new * (2 * _row(encoding.kind) + 128) + _PLAN * bool(units) + units * _UNIT
     records[text.noun] = captions
     tokens = round((sum(rows) - len(rows)) * scale)
     return Sizes(records, index if work.images + work.texts else 0, tokens, len(rows))
 
 
-def _picture_bytes(pictures: Pictures, recipe: PictureRecipe) -> tuple[int, int]:
+def _picture_bytes(pictures: Pictures, encoding: PictureEncoding) -> tuple[int, int]:
     """Bytes of the shards of new pictures, and the number of shards."""
     total = units = 0
     for shape, count in pictures.sizes.items():
-        total += count * picture_bytes(recipe, *shape)
-        units += -(-count // planning.unit_images(recipe, shape))
+        total += count * picture_bytes(encoding, *shape)
+        units += -(-count // planning.unit_images(encoding, shape))
     return total + units * _SHARD, units
 
 
@@ -309,7 +311,7 @@ class Speed:
     """The seconds that a probe measured; None if nothing could be measured.
 
     Attributes:
-        pixel_s: encoding a picture, by each of its pixels, by recipe.
+        pixel_s: the encoder's, of each pixel of a picture, by encoding.
         decode_s: reading and decoding a picture in one thread.
         token_s: encoding a caption token.
         load_s: loading the encoders.
@@ -328,7 +330,7 @@ class Speed:
 def probe(
     work: Wanted,
     source: Source,
-    recipes: Sequence[Recipe],
+    encodings: Sequence[Encoding],
     settings: EncoderSettings,
     device: Any,
     budget_s: float = PROBE_S,
@@ -341,7 +343,7 @@ def probe(
     Raises:
         UserError: the encoders cannot be loaded, or their output is wrong.
     """
-    text, encoders = caption_of(recipes), settings.models
+    text, encoders = caption_of(encodings), settings.models
     assert isinstance(text, CaptionSignal)
     pixel_s: dict[PictureSignal, float] = {}
     decoded: list[float] = []
@@ -353,20 +355,20 @@ def probe(
         load_s += time.monotonic() - began
         token_s, texts = _probe_text(encoder, work, settings, began + load_s + budget_s / 3)
         del encoder
-    new = {recipe: each for recipe, each in work.pictures.items() if each.sizes}
-    for recipe, pictures in new.items():
+    new = {encoding: each for encoding, each in work.pictures.items() if each.sizes}
+    for encoding, pictures in new.items():
         began = time.monotonic()
-        encoder = recipe.encoder(encoders, device)
+        encoder = encoding.encoder(encoders, device)
         loaded = time.monotonic()
         load_s += loaded - began
         [(shape, _)] = pictures.sizes.most_common(1)
-        fitting = image_batch.fitting(partial(recipe.footprint, encoders), lambda: device)
-        images_of = ImageProbe(encoder, recipe, source, shape, images_of_batch(settings.encode, shape, fitting))
+        fitting = image_batch.fitting(partial(encoding.footprint, encoders), lambda: device)
+        images_of = ImageProbe(encoder, encoding, source, shape, images_of_batch(settings.encode, shape, fitting))
         end = loaded + budget_s * 2 / 3 / len(new)
         seconds, count = images_of.measure(pictures.first[shape], settings.max_pixels, end)
         decoded += images_of.decoded
         if seconds is not None:
-            pixel_s[recipe] = seconds / math.prod(shape)
+            pixel_s[encoding] = seconds / math.prod(shape)
             images = max(images, count)
         del encoder
     decode_s = sum(decoded) / len(decoded) if decoded else None
@@ -412,7 +414,7 @@ class ImageProbe:
     """
 
     encoder: PictureEncoder
-    recipe: PictureSignal
+    encoding: PictureSignal
     source: Source
     shape: Shape
     batch: int
@@ -428,13 +430,13 @@ class ImageProbe:
         """
         pictures: list[np.ndarray] = []
         began = time.monotonic()
-        there = [place for place in places if place.item is not None]  # a sample may lack a further picture
+        there = [place for place in places if place.item is not None]  # a sample may lack a control picture or mask
         for place in there[: self.batch]:
             start = time.monotonic()
             if pictures and start - began > (end - began) / 4:
                 break
             try:
-                pictures.append(self.recipe.pixels(self.source.read(place), self.shape, max_pixels))
+                pictures.append(self.encoding.pixels(self.source.read(place), self.shape, max_pixels))
             except (OSError, decoding.ImageReject):
                 continue
             self.decoded.append(time.monotonic() - start)
@@ -450,7 +452,7 @@ def times(work: Wanted, size: Sizes, speed: Speed, workers: int, tasks: int) -> 
     A picture takes as long as its pixels say. Decoding runs at the same time as the encoder in `workers` threads
     (`encode.workers`), so the slower of the two decides.
     """
-    by_kind = [_image_s(each, speed.pixel_s.get(recipe)) for recipe, each in work.pictures.items()]
+    by_kind = [_image_s(each, speed.pixel_s.get(encoding)) for encoding, each in work.pictures.items()]
     encode_s = None if None in by_kind else sum(seconds or 0.0 for seconds in by_kind)
     text_s = size.tokens * speed.token_s if speed.token_s is not None else (0.0 if not work.captions else None)
     decode_s = work.images * (speed.decode_s or 0.0) / max(1, workers)
@@ -506,8 +508,8 @@ def report(
             {"height": shape[0], "width": shape[1], "samples": int(count), "crop_loss": loss / count}
             for shape, (count, loss) in sorted(work.buckets.items())
         ],
-        "reused": {**{recipe.noun: each.cached for recipe, each in pictures}, "captions": work.cached_captions},
-        "new": {**{recipe.noun: each.new for recipe, each in pictures}, "captions": work.texts},
+        "reused": {**{encoding.noun: each.cached for encoding, each in pictures}, "captions": work.cached_captions},
+        "new": {**{encoding.noun: each.new for encoding, each in pictures}, "captions": work.texts},
         "tokens": {"total": size.tokens, "captions_tokenized": size.sampled, "captions": work.captions},
         "bytes": {**size.records, "index": size.index, "total": size.total},
         "free_bytes": free,

@@ -1,6 +1,6 @@
 """Fragments of a running scan: processes share it, and a killed process loses only its fragment in hand.
 
-A fragment is a document `fragments/<source>/<id>.json` beside the table that it names. The id is a digest of all that
+A fragment is a document `fragments/<source>/<id>.json` next to the table that it names. The id is a digest of all that
 decides the rows, so a fragment of a file that has changed since is not used; a damaged one is made again. Documents and
 not messages, so that processes need not know of one another and one that starts later finds them.
 Price: two small files per fragment, and two syncs for its claim; an idle process waits for the owners of the rest.
@@ -80,7 +80,7 @@ class Fragments:
     def once(
         self, identity: str, make: Callable[[], dict[str, Any]], help: Callable[[], None], scans: int
     ) -> dict[str, Any]:
-        """Have one process compute a result, which all of them return: its document stays beside the fragments. A
+        """Have one process compute a result, which all of them return: its document stays next to the fragments. A
         document of an earlier launch is not used; a process that begins after the result was published computes it
         again.
 

@@ -1,4 +1,4 @@
-"""The last scan of a source: rows of unchanged parts and items are used again, and what is gone is counted.
+"""The last scan of a source: rows of unchanged parts and items are used again, and what is missing is counted.
 
 The rows of a part (a tar, a parquet file) with an unchanged stamp are used without listing it. In other parts an item
 with unchanged size and mtime keeps its digest, so a second scan reads no pixels.
@@ -131,7 +131,7 @@ def is_limited(reject: str) -> bool:
     return decoding.LIMIT in reject
 
 
-def gone(cache: Cache, source: Source, table: pa.Table, most: float) -> int:
+def count_missing(cache: Cache, source: Source, table: pa.Table, most: float) -> int:
     """Return how many usable pictures of the last scan are missing in `table`.
 
     A picture is missing if neither its item nor its bytes are among the readable rows. A picture that a setting leaves

@@ -54,7 +54,7 @@ def commands(patterns: Sequence[Pattern], source: Source, command: Callable[[Seq
 
 
 def renaming(pattern: Pattern, source: Source) -> str:
-    """Say how further pictures get the names that `data.pictures` needs, on a disk as a shell command."""
+    """Say how control pictures and masks get the names that `data.pictures` needs, on a disk as a shell command."""
     pair = pattern.pair
     assert pair is not None
     into = "" if pair.folder else pattern.folder

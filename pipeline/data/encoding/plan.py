@@ -21,11 +21,11 @@ import pyarrow.compute as pc
 from pipeline.base.errors import IntegrityError
 from pipeline.data.cache import arrow, scan_table
 from pipeline.data.cache.arrow import batches, take_rows
-from pipeline.data.cache.cache import Cache, Unit, WorkPlan
+from pipeline.data.cache.cache import Cache, Unit, WorkList
+from pipeline.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding
 from pipeline.data.cache.index import committed
 from pipeline.data.cache.keys import SortedKeys, as_keys, binary, fixed, is_first
 from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.recipes import CaptionRecipe, PictureRecipe, Recipe
 from pipeline.data.cache.scratch import Scratch
 from pipeline.data.encoding.config import EncodeConfig
 from pipeline.data.images import buckets
@@ -50,7 +50,7 @@ CAPTIONS = pa.schema([("key", pa.binary(16)), ("caption", pa.string())])
 def image_work(
     scan: pa.Table,
     source: str,
-    recipe: PictureRecipe,
+    encoding: PictureEncoding,
     table: list[tuple[int, int]],
     scratch: Scratch | None = None,
     only: Iterable[str] | None = None,
@@ -66,12 +66,12 @@ def image_work(
     def records() -> Iterator[pa.Table]:
         for batch in batches(scan.select(SCANNED)):
             usable = batch.filter(pc.is_null(batch.column("reject"))).combine_chunks()
-            items = scan_table.places(usable, recipe.picture)
+            items = scan_table.places(usable, encoding.picture)
             there = pc.is_valid(items.column("digest"))
             usable, items = usable.filter(there), items.filter(there).combine_chunks()
             height, width = (usable.column(c).to_numpy().astype(np.int64) for c in ("height", "width"))
             which = buckets.nearest_all(table, height, width)
-            keys = recipe.keys(fixed(items.column("digest")), table, which)
+            keys = encoding.keys(fixed(items.column("digest")), table, which)
             sides = np.array(table, np.int32).reshape(-1, 2)[which]
             sources = pa.repeat(pa.scalar(source, pa.string()), len(usable))
             columns = [binary(keys), sources, *items.columns, pa.array(sides[:, 0]), pa.array(sides[:, 1])]
@@ -97,7 +97,7 @@ def _keys(work: pa.Table) -> Iterator[np.ndarray]:
 
 
 def caption_work(
-    scan: pa.Table, recipe: CaptionRecipe, scratch: Scratch | None = None, only: Iterable[str] | None = None
+    scan: pa.Table, encoding: CaptionEncoding, scratch: Scratch | None = None, only: Iterable[str] | None = None
 ) -> pa.Table:
     """Rows of `CAPTIONS` for the null record and the captions of a scan's usable items, in the order of their keys;
     equal captions once, as first written. scratch, only: as in `image_work`."""
@@ -108,12 +108,12 @@ def caption_work(
             for chunk in usable.column("captions").chunks:
                 yield pc.list_flatten(chunk).field("text")
 
-    return text_work(texts(), recipe, scratch, only)
+    return text_work(texts(), encoding, scratch, only)
 
 
 def text_work(
     texts: Iterable[pa.Array],
-    recipe: CaptionRecipe,
+    encoding: CaptionEncoding,
     scratch: Scratch | None = None,
     only: Iterable[str] | None = None,
 ) -> pa.Table:
@@ -124,11 +124,11 @@ def text_work(
     def written() -> Iterator[pa.Table]:
         for part in texts:
             once = part.unique()
-            normalised = caption_rules.normalise_all(once, recipe.normalisation)
-            yield _with_keys(pa.table([binary(recipe.keys(normalised)), once], CAPTIONS), only)
+            normalised = caption_rules.normalise_all(once, encoding.normalisation)
+            yield _with_keys(pa.table([binary(encoding.keys(normalised)), once], CAPTIONS), only)
 
     def rows() -> Iterator[pa.Table]:
-        null = pa.table([binary(as_keys([recipe.null_key])), pa.nulls(1, pa.string())], schema=CAPTIONS)
+        null = pa.table([binary(as_keys([encoding.null_key])), pa.nulls(1, pa.string())], schema=CAPTIONS)
         yield _with_keys(null, only)
         for part in scratch.sorted_by_key(written()):
             yield part.filter(pa.array(is_first(fixed(part.column("key")))))
@@ -166,11 +166,11 @@ Cut = tuple[np.ndarray, int]
 
 def plan_images(
     cache: Cache,
-    recipe: PictureRecipe,
+    encoding: PictureEncoding,
     work: pa.Table,
     config: EncodeConfig,
     fitting: Fitting | None = None,
-) -> list[WorkPlan]:
+) -> list[WorkList]:
     """Adopt the existing plans of a kind of picture records, and append a plan for the rows that they do not cover.
 
     Units hold one target resolution each, drawn from windows of `WINDOW` items of the listing.
@@ -181,14 +181,14 @@ def plan_images(
 
     def cut(window: pa.Table) -> Iterator[Cut]:
         for shape, rows in by_target(window):
-            most = unit_images(recipe, shape)
+            most = unit_images(encoding, shape)
             batch = images_of_batch(config, shape, fitting)
             yield from ((rows[first : first + most], batch) for first in range(0, len(rows), most))
 
     def windows(missing: pa.Table) -> Iterator[pa.Table]:
         yield from (missing.slice(start, WINDOW) for start in range(0, len(missing), WINDOW))
 
-    return _plan(cache, recipe, work, windows, cut)
+    return _plan(cache, encoding, work, windows, cut)
 
 
 def by_target(rows: pa.Table) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
@@ -199,9 +199,9 @@ def by_target(rows: pa.Table) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
         yield (target >> 32, target & 0xFFFFFFFF), np.flatnonzero(targets == target)
 
 
-def unit_images(recipe: PictureRecipe, shape: tuple[int, int]) -> int:
+def unit_images(encoding: PictureEncoding, shape: tuple[int, int]) -> int:
     """Pictures of a unit."""
-    return max(1, min(UNIT_IMAGES, UNIT_BYTES // (2 * math.prod(recipe.shape(*shape)))))
+    return max(1, min(UNIT_IMAGES, UNIT_BYTES // (2 * math.prod(encoding.shape(*shape)))))
 
 
 def images_of_batch(config: EncodeConfig, size: tuple[int, int], fitting: Fitting | None) -> int:
@@ -217,7 +217,7 @@ def captions_of_batch(config: EncodeConfig) -> int:
     return CPU_TEXT_BATCH if config.device == "cpu" else TEXT_BATCH
 
 
-def plan_captions(cache: Cache, recipe: CaptionRecipe, work: pa.Table, config: EncodeConfig) -> list[WorkPlan]:
+def plan_captions(cache: Cache, encoding: CaptionEncoding, work: pa.Table, config: EncodeConfig) -> list[WorkList]:
     """Adopt the existing text plans, and append a plan for the rows that they do not cover.
 
     Units are ranges of the sorted keys. A unit's rows are sorted by caption length, so that a batch holds captions of
@@ -239,62 +239,62 @@ def plan_captions(cache: Cache, recipe: CaptionRecipe, work: pa.Table, config: E
             missing = pa.concat_tables([missing.slice(0, null), missing.slice(null + 1)])
         yield from (missing.slice(start, rows) for start in range(0, len(missing), rows))
 
-    return _plan(cache, recipe, work, windows, cut)
+    return _plan(cache, encoding, work, windows, cut)
 
 
 def _plan(
     cache: Cache,
-    recipe: Recipe,
+    encoding: Encoding,
     work: pa.Table,
     windows: Callable[[pa.Table], Iterator[pa.Table]],
     cut: Callable[[pa.Table], Iterator[Cut]],
-) -> list[WorkPlan]:
+) -> list[WorkList]:
     """See `plan_images`. windows: the missing rows in pieces; cut: a piece -> its units."""
     while True:
-        plans = cache.plans(recipe.name)
-        mask = _missing(cache, recipe, plans, work)
+        plans = cache.plans(encoding.name)
+        mask = _missing(cache, encoding, plans, work)
         if not mask.any():
             return plans
         scratch, number, units = cache.files.scratch, len(plans), list[Unit]()
         members = ((window, list(cut(window))) for window in windows(_chosen(work, mask, scratch)))
-        table = scratch.table(work.schema, _planned(members, units, recipe, number))
-        cache.add_plan(recipe.name, number, units, table)
+        table = scratch.table(work.schema, _planned(members, units, encoding, number))
+        cache.add_plan(encoding.name, number, units, table)
 
 
-def plan_beside(cache: Cache, recipe: PictureRecipe, lead: list[WorkPlan]) -> None:
+def plan_following(cache: Cache, encoding: PictureEncoding, lead: list[WorkList]) -> None:
     """Append a plan of another kind of picture records for each unfinished plan of `lead` none of whose pictures has
     such a record: the same rows in the same units. Whoever makes a unit of the lead makes its records of this kind from
     the same pixels (see `encoding.unit_encoder`); alone, they are made like any."""
     scratch = cache.files.scratch
     for plan in (plan for plan in lead if not _finished(cache, plan)):
         while True:
-            plans = cache.plans(recipe.name)
-            if (plan.recipe, plan.number) in {each.beside for each in plans}:
+            plans = cache.plans(encoding.name)
+            if (plan.encoding, plan.number) in {each.lead for each in plans}:
                 break
-            rows = scratch.table(IMAGES, (_of_kind(recipe, part) for part in batches(cache.table(plan.table))))
-            if not len(rows) or not _missing(cache, recipe, plans, rows).all():
+            rows = scratch.table(IMAGES, (_of_kind(encoding, part) for part in batches(cache.table(plan.table))))
+            if not len(rows) or not _missing(cache, encoding, plans, rows).all():
                 break
             number = len(plans)
             keys = ((unit, fixed(rows.column("key").slice(unit.start, unit.count))) for unit in plan.units)
-            units = (Unit.of(recipe.name, number, some, unit.start, unit.batch) for unit, some in keys)
-            cache.add_plan(recipe.name, number, units, rows, (plan.recipe, plan.number))
+            units = (Unit.of(encoding.name, number, some, unit.start, unit.batch) for unit, some in keys)
+            cache.add_plan(encoding.name, number, units, rows, (plan.encoding, plan.number))
 
 
-def _of_kind(recipe: PictureRecipe, rows: pa.Table) -> pa.Table:
+def _of_kind(encoding: PictureEncoding, rows: pa.Table) -> pa.Table:
     """Rows of `IMAGES` with the keys of another kind of records."""
     height, width = (rows.column(side).to_numpy().astype(np.int64) for side in ("height", "width"))
     targets, which = np.unique(height << 32 | width, return_inverse=True)
     sizes = [(int(target) >> 32, int(target) & 0xFFFFFFFF) for target in targets]
-    return rows.set_column(0, IMAGES.field("key"), binary(recipe.keys(fixed(rows.column("digest")), sizes, which)))
+    return rows.set_column(0, IMAGES.field("key"), binary(encoding.keys(fixed(rows.column("digest")), sizes, which)))
 
 
-def lead_made(cache: Cache, plan: WorkPlan, lead: str) -> Callable[[Unit], bool]:
+def lead_made(cache: Cache, plan: WorkList, lead: str) -> Callable[[Unit], bool]:
     """Return whether a unit of a plan need not wait for the unit that it goes with: that one is committed, is not
-    there, or is not of the recipe `lead`, whose units this run makes first (such as after another VAE was
+    there, or is not of the encoding `lead`, whose units this run makes first (such as after another VAE was
     configured)."""
-    if plan.beside is None or plan.beside[0] != lead or _finished(cache, first := cache.plan(*plan.beside)):
+    if plan.lead is None or plan.lead[0] != lead or _finished(cache, first := cache.plan(*plan.lead)):
         return lambda unit: True
-    done = {None, *committed(cache.files, *plan.beside)}
+    done = {None, *committed(cache.files, *plan.lead)}
     units = {(unit.start, unit.count): unit.unit for unit in first.units}
     return lambda unit: units.get((unit.start, unit.count)) in done
 
@@ -302,7 +302,7 @@ def lead_made(cache: Cache, plan: WorkPlan, lead: str) -> Callable[[Unit], bool]
 def _planned(
     members: Iterator[tuple[pa.Table, list[Cut]]],
     units: list[Unit],
-    recipe: Recipe,
+    encoding: Encoding,
     number: int,
 ) -> Iterator[pa.Table]:
     """The rows of a plan's table, in the order of its units, which are added to `units`."""
@@ -310,12 +310,12 @@ def _planned(
     for window, parts in members:
         keys = fixed(window.column("key"))
         for rows, batch in parts:
-            units.append(Unit.of(recipe.name, number, keys[rows], start, batch))
+            units.append(Unit.of(encoding.name, number, keys[rows], start, batch))
             start += len(rows)
         yield take_rows(window, np.concatenate([rows for rows, _ in parts]))
 
 
-def _missing(cache: Cache, recipe: Recipe, plans: list[WorkPlan], work: pa.Table) -> np.ndarray:
+def _missing(cache: Cache, encoding: Encoding, plans: list[WorkList], work: pa.Table) -> np.ndarray:
     """(n,) bool: which rows a new plan must list: not assigned, failed for a temporary cause, or lost with their shard.
 
     A finished plan assigned what its records and rejects name, which the index has. So only the keys of other plans are
@@ -324,7 +324,7 @@ def _missing(cache: Cache, recipe: Recipe, plans: list[WorkPlan], work: pa.Table
     unfinished = [plan for plan in plans if not _finished(cache, plan)]  # before the index, which then has the others
     scratch, start = cache.files.scratch, 0
     missing = scratch.array(len(work), bool)
-    for batch, present, refused in settled(cache, recipe, work.select(["key"])):
+    for batch, present, refused in settled(cache, encoding, work.select(["key"])):
         missing[start : start + len(batch)] = ~present & ~refused
         start += len(batch)
     if not unfinished or not missing.any():
@@ -335,9 +335,9 @@ def _missing(cache: Cache, recipe: Recipe, plans: list[WorkPlan], work: pa.Table
     return missing
 
 
-def settled(cache: Cache, recipe: Recipe, work: pa.Table) -> Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]:
+def settled(cache: Cache, encoding: Encoding, work: pa.Table) -> Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]:
     """Pieces of a work list, each with two arrays, (n,) bool: whose records exist, and whose cannot be made."""
-    index = cache.index(recipe.name)
+    index = cache.index(encoding.name)
     impossible = SortedKeys.of([bytes.fromhex(key) for key, reject in index.outcomes.items() if not reject.retry])
     for batch in batches(work):
         keys = fixed(batch.column("key"))
@@ -347,17 +347,17 @@ def settled(cache: Cache, recipe: Recipe, work: pa.Table) -> Iterator[tuple[pa.T
         yield batch, present, refused
 
 
-def count_missing(cache: Cache, recipe: Recipe, work: pa.Table) -> tuple[int, int]:
+def count_missing(cache: Cache, encoding: Encoding, work: pa.Table) -> tuple[int, int]:
     """Return how many records of a work list are missing, and how many exist. Permanent failures are neither."""
     missing = existing = 0
-    for _, present, refused in settled(cache, recipe, work.select(["key"])):
+    for _, present, refused in settled(cache, encoding, work.select(["key"])):
         missing += int((~present & ~refused).sum())
         existing += int(present.sum())
     return missing, existing
 
 
 def retryable_at_another_place(
-    cache: Cache, recipe: Recipe, work_of: Callable[[Iterable[str]], pa.Table]
+    cache: Cache, encoding: Encoding, work_of: Callable[[Iterable[str]], pa.Table]
 ) -> pa.Table | None:
     """Rows of an image work list that failed for a temporary cause at another place; None if there are none.
 
@@ -366,14 +366,14 @@ def retryable_at_another_place(
     Equal pictures are encoded once, from the place that the plan names. If that item has changed or moved since, the
     picture can be encoded from the place of this row.
     """
-    index = cache.index(recipe.name)
+    index = cache.index(encoding.name)
     failed = [key for key, reject in index.outcomes.items() if reject.retry]
     if not failed:
         return None
     rows = work_of(failed)
     rows = rows.filter(pa.array(~index.present(fixed(rows.column("key")))))
     columns, tried = ["key", "item", "part", "where"], set[tuple[Any, ...]]()
-    for plan in cache.plans(recipe.name):
+    for plan in cache.plans(encoding.name):
         for batch in batches(cache.table(plan.table, columns)):
             tried.update(tuple(row.values()) for row in batch.filter(has_key(batch, failed)).to_pylist())
     now = (tuple(row.values()) for row in rows.select(columns).to_pylist())
@@ -406,7 +406,7 @@ def has_key(work: pa.Table, keys: Iterable[str]) -> pa.ChunkedArray:
     return pc.is_in(work.column("key"), value_set=binary(as_keys([bytes.fromhex(key) for key in keys])))
 
 
-def _finished(cache: Cache, plan: WorkPlan) -> bool:
-    if cache.files.exists(Paths.segment(plan.recipe, plan.number)):
+def _finished(cache: Cache, plan: WorkList) -> bool:
+    if cache.files.exists(Paths.segment(plan.encoding, plan.number)):
         return True
-    return committed(cache.files, plan.recipe, plan.number) == {unit.unit for unit in plan.units}
+    return committed(cache.files, plan.encoding, plan.number) == {unit.unit for unit in plan.units}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from pipeline.base.errors import UserError
+from pipeline.data.cache.encodings import CaptionEncoding
 from pipeline.data.cache.prompts import TRIGGER_CONTEXTS, has_words
-from pipeline.data.cache.recipes import CaptionRecipe
 from pipeline.data.encoding.plan import text_work
 from pipeline.data.sources import caption_rules
 from pipeline.data.sources.filenames import error_text, short_repr
@@ -132,15 +132,15 @@ def _listed(file: str, text: str) -> list[str]:
     return prompts
 
 
-def of(lines: list[tuple[int, str]], recipe: CaptionRecipe) -> tuple[PromptWork, list[str]]:
+def of(lines: list[tuple[int, str]], encoding: CaptionEncoding) -> tuple[PromptWork, list[str]]:
     """The prompts of some lines, and a line of text about each that repeats an earlier prompt."""
     first: dict[bytes, tuple[int, str]] = {}
     repeated = []
     for number, text in lines:
-        key = recipe.key(caption_rules.normalise(text, recipe.normalisation))
+        key = encoding.key(caption_rules.normalise(text, encoding.normalisation))
         if key in first:
             repeated.append(f"line {number} repeats the prompt of line {first[key][0]}: it is drawn once")
         else:
             first[key] = number, text
     texts = tuple(text for _, text in first.values())
-    return PromptWork(texts, tuple(first), text_work([pa.array(texts, pa.string())], recipe)), repeated
+    return PromptWork(texts, tuple(first), text_work([pa.array(texts, pa.string())], encoding)), repeated

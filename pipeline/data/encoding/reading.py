@@ -97,7 +97,7 @@ def settled(asked: Reading, name: str, scan: dict[str, Any] | None) -> Reading:
         scan: its last scan document.
 
     Raises:
-        ConfigError: neither the configuration nor the last scan says where a further picture is.
+        ConfigError: neither the configuration nor the last scan says where a control picture or mask is.
     """
     if scan is None:
         _check_ways(asked.data, name)
@@ -106,7 +106,7 @@ def settled(asked: Reading, name: str, scan: dict[str, Any] | None) -> Reading:
     read = scan.get("read", {})
     used, file = ({**_DEFAULTS, **read.get(part, {})} for part in ("used", "file"))
     if SIGNALS not in read.get("used", {}):  # old scans do not remember it
-        used[SIGNALS] = [kind for kind in _KINDS if kind in scan.get("recipes", {})]
+        used[SIGNALS] = [kind for kind in _KINDS if kind in scan.get("encodings", {})]
     base = None if given.file is None else _values(given.file, given.signals)
     result, notes = _values(asked.data, asked.encode.signals), list[str]()
     for group in GROUPS:

@@ -86,7 +86,7 @@ def check(understood: Understood, command: Callable[[Sequence[str]], str], accep
 def check_rest(
     understood: Understood, command: Callable[[Sequence[str]], str], reached: bool, seen: Sequence[Pattern]
 ) -> None:
-    """Refuse pictures that are likely masks or control pictures beside those that `data.pictures` finds.
+    """Refuse pictures that are likely masks or control pictures next to those that `data.pictures` finds.
 
     Args:
         command: as of `check`. reached: whether they get a default caption. seen: patterns of an earlier scan.
@@ -119,8 +119,8 @@ def check_rest(
 
 
 def _joining(pattern: Pattern, understood: Understood) -> str | None:
-    """The shell command that gives further pictures the suffix that is configured for their kind; None: there is none,
-    or their pictures have one."""
+    """The shell command that gives control pictures and masks the suffix that is configured for their kind; None: there
+    is none, or their pictures have one."""
     given, source = dict(understood.data.pictures).get(pattern.kind), understood.source
     is_named = given is not None and given.suffix and pattern.way == "suffix" and understood.lacking.get(pattern.kind)
     if not is_named or source.is_remote or source.format != Source.format:

@@ -17,8 +17,8 @@ from pipeline.base.disk import cache_errors
 from pipeline.base.errors import RejectRateError
 from pipeline.data.cache.arrow import batches
 from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.encodings import Encoding
 from pipeline.data.cache.index import RecordReject
-from pipeline.data.cache.recipes import Recipe
 from pipeline.data.encoding import estimate
 from pipeline.data.sources import reject_kinds
 from pipeline.data.sources.caption_columns import TEXT_FILE
@@ -59,9 +59,9 @@ def faults(table: pa.Table) -> int:
     return sum(some.filter(pc.is_valid(some.column("reject"))).column("width").null_count for some in rows)
 
 
-def of_units(cache: Cache, recipe: Recipe, work_of: Callable[[Iterable[str]], pa.Table]) -> list[RecordReject]:
+def of_units(cache: Cache, encoding: Encoding, work_of: Callable[[Iterable[str]], pa.Table]) -> list[RecordReject]:
     """Rejects of some work whose record no later unit has made. work_of: keys (hex) -> their rows."""
-    index = cache.index(recipe.name)
+    index = cache.index(encoding.name)
     latest = {r.key: r for r in index.rejects if not index.has(bytes.fromhex(r.key))}
     return [latest[key.hex()] for key in work_of(latest).column("key").to_pylist()] if latest else []
 

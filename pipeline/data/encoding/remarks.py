@@ -107,7 +107,8 @@ def said(rule: CaptionRule, others: dict[str, str]) -> Iterator[str]:
 
 
 def further_members(source: Source) -> Iterator[str]:
-    """Members of tars that are further pictures of their samples by their names (`x.control.jpg`) and are not used."""
+    """Members of tars that are control pictures or masks of their samples by their names (`x.control.jpg`) and are not
+    used."""
     for what, files in source.ignored.examples.items() if source.shares_captions else ():
         ending = what.removesuffix(" member")
         suffix = ending.rpartition(".")[0]

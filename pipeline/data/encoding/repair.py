@@ -19,10 +19,10 @@ from pipeline.base.errors import IntegrityError, UserError
 from pipeline.data.cache import audit, index, shard
 from pipeline.data.cache.adopt import bring
 from pipeline.data.cache.cache import Cache, Unit
+from pipeline.data.cache.encodings import Encoding
 from pipeline.data.cache.findings import BACKUP, Finding, Replaced
 from pipeline.data.cache.keys import as_keys
 from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.recipes import Recipe
 from pipeline.data.encoding import plan as planning
 from pipeline.data.encoding import unit_records
 from pipeline.data.encoding.scan import reopen
@@ -32,15 +32,15 @@ from pipeline.data.sources.config import DataConfig
 BRING = "sana-pipe verify --repair --set 'bucket.caches=[DIR]', where DIR is the cache that the shard was adopted from"
 
 
-def repair_table(cache: Cache, recipe: str, plan: int, name: str) -> bool:
+def repair_table(cache: Cache, encoding: str, plan: int, name: str) -> bool:
     """Restore a damaged record table (`tables/*.arrow`) of a plan from its shards. Returns whether it is right now."""
-    for commit in index.commits(cache.files, recipe, plan):
+    for commit in index.commits(cache.files, encoding, plan):
         if commit.table == name and commit.shard is not None:
-            table = shard.read_table(cache.files, Paths.shard(recipe, commit.shard))
+            table = shard.read_table(cache.files, Paths.shard(encoding, commit.shard))
             return cache.files.put_content(shard.to_ipc(table), "tables", "arrow") == name
-    segment = Paths.segment(recipe, plan)
+    segment = Paths.segment(encoding, plan)
     if cache.files.exists(segment) and cache.files.document(segment)["table"] == name:
-        return index.merged(cache.files, recipe, index.commits(cache.files, recipe, plan))[0] == name
+        return index.merged(cache.files, encoding, index.commits(cache.files, encoding, plan))[0] == name
     return False
 
 
@@ -80,15 +80,15 @@ class Repairs:
         Raises:
             UserError: the source or the model is not there.
         """
-        recipe, digest = self.cache.recipe(finding.recipe), PurePosixPath(finding.path).stem
-        adopted = finding.unit == index.adopted_unit(recipe.name, digest)
+        encoding, digest = self.cache.encoding(finding.encoding), PurePosixPath(finding.path).stem
+        adopted = finding.unit == index.adopted_unit(encoding.name, digest)
         if adopted and self._brought(finding.path, digest):
             replaced.pop(digest, None)
             return "restored"
         # Opened at the first damage, and again after a shard was replaced, which may have added a plan.
-        open_index = self._indexes.pop(recipe.name, None) or run_once(partial(self.cache.index, recipe.name))
-        outcome = self._unit(recipe, finding, replaced, open_index, adopted)
-        self._indexes = {recipe.name: open_index} if outcome == "restored" else {}
+        open_index = self._indexes.pop(encoding.name, None) or run_once(partial(self.cache.index, encoding.name))
+        outcome = self._unit(encoding, finding, replaced, open_index, adopted)
+        self._indexes = {encoding.name: open_index} if outcome == "restored" else {}
         return f"{outcome}; {BRING}" if adopted and outcome.startswith("failed") else outcome
 
     @cached_property
@@ -105,7 +105,7 @@ class Repairs:
 
     def _unit(
         self,
-        recipe: Recipe,
+        encoding: Encoding,
         finding: Finding,
         replaced: Replaced,
         open_index: Callable[[], index.RecordIndex],
@@ -119,11 +119,11 @@ class Repairs:
         # stays damaged and a new plan gets a alone ("replaced"): snapshots that name the shard for a or b are made
         # again by `bucket`. If a cannot be encoded, as its picture has changed, nothing is written ("failed").
         cache = self.cache
-        plan = cache.plan(recipe.name, finding.plan)
+        plan = cache.plan(encoding.name, finding.plan)
         unit = next(unit for unit in plan.units if unit.unit == finding.unit)
-        commit = next(c for c in index.commits(cache.files, recipe.name, plan.number) if c.unit == unit.unit)
+        commit = next(c for c in index.commits(cache.files, encoding.name, plan.number) if c.unit == unit.unit)
         assert commit.shard is not None
-        damaged = set(audit.bad_records(cache, recipe.name, commit))
+        damaged = set(audit.bad_records(cache, encoding.name, commit))
         unreplaced = audit.unreplaced_keys(open_index, commit, sorted(damaged))
         rows = planning.with_current_places(cache, cache.unit_rows(plan, unit))
         self._open_sources(rows, f", or {BRING}" if adopted else "")
@@ -135,13 +135,13 @@ class Repairs:
                 return f"failed: {lost[0].item}: {lost[0].reason}"
         if unmade := len(unreplaced - made.keys()):
             return f"failed: its plan lacks {unmade} of its records; {BACKUP}"
-        if damaged <= made.keys() and _restored(cache, recipe, unit, commit, {key: made[key] for key in damaged}):
+        if damaged <= made.keys() and _restored(cache, encoding, unit, commit, {key: made[key] for key in damaged}):
             replaced.pop(commit.shard, None)
             return "restored"
         if not damaged:
             return "failed: the shard's head or table is damaged and cannot be made again as it was"
         if unreplaced:  # the others are in a later plan already
-            _replace(cache, recipe, rows, unit, commit, unreplaced, made, self.encoder.limits)
+            _replace(cache, encoding, rows, unit, commit, unreplaced, made, self.encoder.limits)
         replaced[commit.shard] = damaged
         return "replaced"
 
@@ -161,21 +161,21 @@ class Repairs:
 
 
 def _restored(
-    cache: Cache, recipe: Recipe, unit: Unit, commit: index.Commit, made: dict[bytes, unit_records.EncodedRecord]
+    cache: Cache, encoding: Encoding, unit: Unit, commit: index.Commit, made: dict[bytes, unit_records.EncodedRecord]
 ) -> bool:
     """Write a shard from its intact records and the remade ones. Returns whether its bytes are the old ones."""
     assert commit.shard is not None
-    named, reader = unit.unit, shard.ShardReader(cache.files, recipe.name)
-    if named == index.adopted_unit(recipe.name, commit.shard):
+    named, reader = unit.unit, shard.ShardReader(cache.files, encoding.name)
+    if named == index.adopted_unit(encoding.name, commit.shard):
         with suppress(IntegrityError):  # the head names the unit of the other cache
-            named = str(shard.read_head(cache.files, Paths.shard(recipe.name, commit.shard))["unit"])
-    with shard.ShardWriter(cache.files, recipe, named) as writer:
+            named = str(shard.read_head(cache.files, Paths.shard(encoding.name, commit.shard))["unit"])
+    with shard.ShardWriter(cache.files, encoding, named) as writer:
         for row in audit.record_rows(cache, commit):
             if row["key"] in made:
                 record = made[row["key"]]
                 writer.add(record.key, record.array, caption=record.caption, valid=record.valid)
                 continue
-            array = audit.payload(reader, recipe.name, commit.shard, row)
+            array = audit.payload(reader, encoding.name, commit.shard, row)
             where_stored = (commit.shard, row["offset"], row["key"], row["checksum"], row["length"])
             caption = None
             if "caption_offset" in row:
@@ -189,7 +189,7 @@ def _restored(
 
 def _replace(
     cache: Cache,
-    recipe: Recipe,
+    encoding: Encoding,
     rows: pa.Table,
     unit: Unit,
     commit: index.Commit,
@@ -201,15 +201,15 @@ def _replace(
     table = rows.take([i for i, key in enumerate(rows.column("key").to_pylist()) if key in keys])
     in_order = table.column("key").to_pylist()
     while True:
-        number = len(cache.files.numbers(Paths.plans(recipe.name)))
-        added_unit = Unit.of(recipe.name, number, as_keys(in_order), 0, unit.batch)
-        if cache.add_plan(recipe.name, number, [added_unit], table):
+        number = len(cache.files.numbers(Paths.plans(encoding.name)))
+        added_unit = Unit.of(encoding.name, number, as_keys(in_order), 0, unit.batch)
+        if cache.add_plan(encoding.name, number, [added_unit], table):
             break
-    added = cache.plan(recipe.name, number)
-    names = ("model", "revision", f"{recipe.kind}_mode")
+    added = cache.plan(encoding.name, number)
+    names = ("model", "revision", f"{encoding.kind}_mode")
     how = {name: commit.provenance[name] for name in names if name in commit.provenance}
     records = [made[key] for key in in_order]
     unit_records.write_unit(
-        cache, recipe, added, added_unit, [(records, [])], lambda done, bad: None, how, limits=limits
+        cache, encoding, added, added_unit, [(records, [])], lambda done, bad: None, how, limits=limits
     )
-    index.merge(cache.files, recipe.name, number, [added_unit.unit])
+    index.merge(cache.files, encoding.name, number, [added_unit.unit])

@@ -200,7 +200,7 @@ class RowMaker:
         return _row(item.key, mtime_ns=stat[1], **listed, **read)
 
     def _further(self, item: Item, read: dict[str, Any]) -> dict[str, Any]:
-        """The columns that an item's further pictures decide. read: those of its own picture."""
+        """The columns that an item's control pictures and masks decide. read: those of its own picture."""
         if "reject" in read or not item.pictures:
             return {}
         rows, settings = list[dict[str, Any]](), self.settings
@@ -218,8 +218,8 @@ class RowMaker:
 
 
 def _another_shape(further: dict[str, Any], picture: dict[str, Any]) -> str | None:
-    """Say why a further picture cannot show the same area, or None; sides may be rounded. Both: `width` and `height`,
-    or nothing yet."""
+    """Say why a control picture or mask cannot show the same area, or None; sides may be rounded. Both: `width` and
+    `height`, or nothing yet."""
     if not ("width" in further and "width" in picture):
         return None
     (w, h), (width, height) = ((some["width"], some["height"]) for some in (further, picture))

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from pipeline.base.errors import UserError, escaped
 from pipeline.data.cache.arrow import batches
 from pipeline.data.cache.cache import Cache, check_source_name
-from pipeline.data.cache.recipes import PictureRecipe, Recipe, pictures_of
+from pipeline.data.cache.encodings import Encoding, PictureEncoding, pictures_of
 from pipeline.data.cache.scan_table import ABSENT, places
 from pipeline.data.encoding import estimate, last_scan, scan_rows
 from pipeline.data.encoding import scan as scanning
@@ -35,57 +35,57 @@ from pipeline.data.sources.source import Source
 from pipeline.data.work.progress import Progress
 
 _BLANK = {"control": "black", "mask": "white"}
-"""The mark of a further picture that a sample lacks."""
+"""The mark of a control picture or mask that a sample lacks."""
 ENLARGED, CROPPED = 2.0, 1 / 3
 """Pictures that are enlarged by more, or lose more of their area, are counted (`fit_notes`)."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """A source, the recipes of its records, its scan, and the work that the cache lacks.
+    """A source, the encodings of its records, its scan, and the work that the cache lacks.
 
     Attributes:
-        recipes: of the records.
+        encodings: of the records.
         table: the target resolutions (height, width) of the buckets.
     """
 
     source: Source
     cache: Cache | None
-    recipes: list[Recipe]
+    encodings: list[Encoding]
     table: list[buckets.Shape]
     scan: pa.Table
     work: estimate.Wanted
 
 
 def survey(
-    source: Source, reading: Reading, cache: Cache | None, recipes: list[Recipe], rehash: bool = False
+    source: Source, reading: Reading, cache: Cache | None, encodings: list[Encoding], rehash: bool = False
 ) -> Survey:
     """Scan a source, and compare it with a cache.
 
     Args:
         source, reading: as from `opened`.
-        recipes: of the records, as of `signals.recipes`.
+        encodings: of the records, as of `signals.encodings`.
         rehash: read every file again instead of trusting size and mtime.
 
     Raises:
         UserError: the source cannot be read.
     """
-    table = buckets.table(reading.data, compression(recipes))
+    table = buckets.table(reading.data, compression(encodings))
     settings = ScanSettings(reading.data, reading.encode.workers, table, rehash)
     if cache is not None:
-        recipes = with_stored_decoder(cache, recipes, reading.data.decoder)
+        encodings = with_stored_decoder(cache, encodings, reading.data.decoder)
     for look in (scan_rows.from_header, scan_rows.from_bytes):
         with scanning_of(source, cache, settings, look) as (scanned, _):
             scan = scanned.table()
         try:
             if cache is not None:
-                last_scan.gone(cache, source, scan, reading.encode.max_shrink)
+                last_scan.count_missing(cache, source, scan, reading.encode.max_shrink)
             break
         except UserError:
             if not scan_rows.unread(scan):
                 raise  # else the missing pictures may be here under other names, which their bytes tell
-    work = estimate.wanted(scan, cache, recipes, table)
-    return Survey(source, cache, recipes, table, scan, work)
+    work = estimate.wanted(scan, cache, encodings, table)
+    return Survey(source, cache, encodings, table, scan, work)
 
 
 def opened(
@@ -169,7 +169,7 @@ def scanning_of(
 
 def fit_notes(table: pa.Table, shapes: list[buckets.Shape], data: DataConfig) -> list[str]:
     """Return how many usable pictures of a scan fit their buckets badly, where no setting leaves such pictures out, and
-    how many samples lack a further picture that they need not have."""
+    how many samples lack a control picture or mask that they need not have."""
     rules = (
         ("max_upscale", buckets.upscale, ENLARGED, f"are enlarged by more than {ENLARGED:g} times", "{:.3g} times"),
         ("max_crop_loss", buckets.crop_loss, CROPPED, f"lose more than {CROPPED:.0%} of their area", "{:.0%}"),
@@ -204,8 +204,8 @@ def fit_notes(table: pa.Table, shapes: list[buckets.Shape], data: DataConfig) ->
     ]
 
 
-def with_stored_decoder(cache: Cache, recipes: Sequence[Recipe], decoder: str) -> list[Recipe]:
-    """The recipes; with `data.decoder: auto` with the decoder of the cache's records, if it has only others.
+def with_stored_decoder(cache: Cache, encodings: Sequence[Encoding], decoder: str) -> list[Encoding]:
+    """The encodings; with `data.decoder: auto` with the decoder of the cache's records, if it has only others.
 
     Args:
         decoder: `data.decoder`.
@@ -213,12 +213,12 @@ def with_stored_decoder(cache: Cache, recipes: Sequence[Recipe], decoder: str) -
     Raises:
         UserError: that decoder is not installed here; the user must ask for encoding everything again.
     """
-    lead = pictures_of(recipes)[0]
+    lead = pictures_of(encodings)[0]
     if decoder == "auto":
-        stored = [recipe for recipe in cache.recipes(lead.kind) if isinstance(recipe, type(lead))]
-        decoders = [recipe.decoder for recipe in stored if replace(recipe, decoder=lead.decoder) == lead]
+        stored = [encoding for encoding in cache.encodings(lead.kind) if isinstance(encoding, type(lead))]
+        decoders = [encoding.decoder for encoding in stored if replace(encoding, decoder=lead.decoder) == lead]
         if decoders and lead.decoder not in decoders:
             decoding.require(decoders[0])
             click.echo(f"pictures are decoded by {decoders[0]}, like those in the cache; see data.decoder")
-            return [replace(one, decoder=decoders[0]) if isinstance(one, PictureRecipe) else one for one in recipes]
-    return list(recipes)
+            return [replace(one, decoder=decoders[0]) if isinstance(one, PictureEncoding) else one for one in encodings]
+    return list(encodings)

@@ -48,13 +48,13 @@ _OF_FILES = {"image", "images", "file", "path", "mask", "masks", "control", "con
 
 @dataclass(frozen=True)
 class Understood:
-    """The reading of a scan: what its files, captions and further pictures were taken for.
+    """The reading of a scan: what its files, captions, control pictures and masks were taken for.
 
     Attributes:
         usable: pictures. captioned: those with a caption of their own, usable or not.
         origins: where captions were read from, as far as this scan read any.
         captions: some of them, as the scan has them, with their items; those of pictures with a caption of their own.
-        further: usable pictures with a further picture, by kind. lacking: those without one.
+        further: usable pictures with a control picture or mask, by kind. lacking: those without one.
         patterns: what names say of pictures without a caption. regularisation: folders of such pictures.
         loose: files that read as captions of pictures without one, and are not used.
         lists: files that name pictures without a caption, and are not used.
@@ -78,7 +78,7 @@ class Understood:
 
     def lines(self, data: DataConfig, normalisation: str) -> list[str]:
         """Describe it for people. data: the settings that the captions will be made with; normalisation: of the text
-        recipe."""
+        encoding."""
         return [*self.summary(data, normalisation), *self.remarks(data)]
 
     def summary(self, data: DataConfig, normalisation: str) -> list[str]:

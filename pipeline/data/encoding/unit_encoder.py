@@ -1,8 +1,8 @@
 """Encodes units of plans. Every engine, and `verify --repair`, makes records through `UnitEncoder`.
 
 An encoder is loaded when the first unit asks for it and stays loaded until a unit of another kind comes; the old
-encoder is dropped before the new is read, so that one encoder at a time is in memory. What makes records beside those
-of a unit, from the same pixels (see `encoding.plan.plan_beside`), stays loaded with it.
+encoder is dropped before the new is read, so that one encoder at a time is in memory. What makes records with those
+of a unit, from the same pixels (see `encoding.plan.plan_following`), stays loaded with it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import pyarrow as pa
 from pipeline.base import launch
 from pipeline.base.errors import CacheError
 from pipeline.data.cache import codec, index
-from pipeline.data.cache.cache import Cache, Unit, WorkPlan
-from pipeline.data.cache.recipes import Recipe
+from pipeline.data.cache.cache import Cache, Unit, WorkList
+from pipeline.data.cache.encodings import Encoding
 from pipeline.data.encoding import estimate, unit_records
 from pipeline.data.encoding.encoder_settings import EncoderSettings
 from pipeline.data.signals import CaptionSignal, Comparison, PictureSignal, Signal
@@ -36,8 +36,8 @@ class UnitEncoder:
     Args:
         settings: which encoders, and how they run.
         sources: name -> source; those that units of pictures are read from.
-        beside: recipes of the picture records that are made beside others.
-        check: compare the encoder with each unit's recipe first (where another machine chose the recipe).
+        following: encodings of the picture records that are made with others, from the same pixels.
+        check: compare the encoder with each unit's encoding first (where another machine chose the encoding).
 
     Attributes:
         meter: counts what the encoders do; a new one may be set between units.
@@ -49,7 +49,7 @@ class UnitEncoder:
         settings: EncoderSettings,
         cache: Cache,
         sources: Mapping[str, Source],
-        beside: Sequence[Recipe] = (),
+        following: Sequence[Encoding] = (),
         *,
         check: bool = False,
     ):
@@ -60,70 +60,70 @@ class UnitEncoder:
         self._encoder: Any = None
         self._name = ""
         self._costs: dict[str, _StorageCosts] = {}
-        self._recipes: dict[str, Recipe] = {}
+        self._encodings: dict[str, Encoding] = {}
         self.limits = unit_records.Limits()
-        self._recipes_beside = beside
-        self._plans_beside = dict[tuple[str, int], list[tuple[WorkPlan, dict[tuple[int, int], Unit]]]]()
-        self._encoders_beside: dict[str, Any] = {}
+        self._following = following
+        self._following_plans = dict[tuple[str, int], list[tuple[WorkList, dict[tuple[int, int], Unit]]]]()
+        self._following_encoders: dict[str, Any] = {}
         self._comparisons: dict[str, Comparison | None] = {}
 
-    def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+    def make(self, plan: WorkList, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
         """Encode and commit one unit. `progress` as in `unit_records.write_unit`."""
-        recipe = self._recipe(plan.recipe)
-        costs = self._costs.get(recipe.name)
-        if costs is None:  # the first unit of this recipe here
-            costs = self._costs[recipe.name] = _StorageCosts(recipe)
+        encoding = self._encoding(plan.encoding)
+        costs = self._costs.get(encoding.name)
+        if costs is None:  # the first unit of this encoding here
+            costs = self._costs[encoding.name] = _StorageCosts(encoding)
         rows = self.cache.unit_rows(plan, unit)
         self.limits.halved = 0
         with ExitStack() as stack:
-            beside = [stack.enter_context(each) for each in self._units_beside(plan, unit, rows)]
-            batches = self._batches(recipe, unit, rows, None, beside)
-            provenance = recipe.provenance(self._models)
+            following = [stack.enter_context(each) for each in self._following_units(plan, unit, rows)]
+            batches = self._batches(encoding, unit, rows, None, following)
+            provenance = encoding.provenance(self._models)
             if mode := getattr(self._encoder, "mode", None):
-                provenance[f"{recipe.kind}_mode"] = mode
+                provenance[f"{encoding.kind}_mode"] = mode
             commit = unit_records.write_unit(
-                self.cache, recipe, plan, unit, batches, progress, provenance, costs.measured, self.limits
+                self.cache, encoding, plan, unit, batches, progress, provenance, costs.measured, self.limits
             )
-            for each in beside:
+            for each in following:
                 extra = each.commit(unit_records.provenance())
-                self.meter.beside[each.recipe.kind] += extra.records
+                self.meter.following[each.encoding.kind] += extra.records
                 self.meter.bytes += extra.bytes
         costs.log()
         self.meter.bytes += commit.bytes
         self.meter.rejects.update(kind(reject.item, reject.reason) for reject in commit.rejects)
-        comparison = self._comparisons.get(recipe.name)
+        comparison = self._comparisons.get(encoding.name)
         if comparison is not None and comparison.ready:
             self._name, self._encoder = "", None  # one encoder at a time
-            self._comparisons[recipe.name] = None
+            self._comparisons[encoding.name] = None
             click.echo(comparison.line(device(self.settings.encode.device)))
         return commit
 
-    def _pairs(self, plan: WorkPlan, unit: Unit) -> Iterator[tuple[WorkPlan, Unit]]:
+    def _pairs(self, plan: WorkList, unit: Unit) -> Iterator[tuple[WorkList, Unit]]:
         """The units that are made with a unit and that are not made yet."""
-        of = plan.recipe, plan.number
-        if of not in self._plans_beside:
+        of = plan.encoding, plan.number
+        if of not in self._following_plans:
             every = (
-                each for recipe in self._recipes_beside for each in self.cache.plans(recipe.name) if each.beside == of
+                each for encoding in self._following for each in self.cache.plans(encoding.name) if each.lead == of
             )
-            self._plans_beside[of] = [(each, {(u.start, u.count): u for u in each.units}) for each in every]
-        for each, units in self._plans_beside[of]:
+            self._following_plans[of] = [(each, {(u.start, u.count): u for u in each.units}) for each in every]
+        for each, units in self._following_plans[of]:
             other = units.get((unit.start, unit.count))
             if other is not None and not is_done(self.cache, each, other):
                 yield each, other
 
-    def _units_beside(self, plan: WorkPlan, unit: Unit, rows: pa.Table) -> Iterator[unit_records.UnitBeside]:
+    def _following_units(self, plan: WorkList, unit: Unit, rows: pa.Table) -> Iterator[unit_records.FollowingUnit]:
         """Makers of `_pairs`. rows: the unit's."""
         for each, other in self._pairs(plan, unit):
-            recipe, own = self._recipe(each.recipe), self.cache.unit_rows(each, other)
-            if own.drop(["key"]) != rows.drop(["key"]):  # the plan that it was beside was lost: another has its number
+            encoding, own = self._encoding(each.encoding), self.cache.unit_rows(each, other)
+            if own.drop(["key"]) != rows.drop(["key"]):  # the plan that it follows was lost: another has its number
                 continue
-            if recipe.kind not in self._encoders_beside:
-                self._encoders_beside[recipe.kind] = self._load(recipe)
-            encoder = self._encoders_beside[recipe.kind]
-            yield unit_records.UnitBeside(self.cache, recipe, each, other, own, rows, encoder)
+            if encoding.kind not in self._following_encoders:
+                self._following_encoders[encoding.kind] = self._load(encoding)
+            encoder = self._following_encoders[encoding.kind]
+            yield unit_records.FollowingUnit(self.cache, encoding, each, other, own, rows, encoder)
 
     def remake(
-        self, plan: WorkPlan, unit: Unit, commit: index.Commit, only: Container[bytes], rows: pa.Table
+        self, plan: WorkList, unit: Unit, commit: index.Commit, only: Container[bytes], rows: pa.Table
     ) -> Iterable[unit_records.Made]:
         """Encode again those batches of a committed unit that hold one of the keys, in the mode of its provenance.
 
@@ -132,19 +132,19 @@ class UnitEncoder:
         Args:
             rows: the unit's.
         """
-        recipe = self._recipe(plan.recipe)
+        encoding = self._encoding(plan.encoding)
         if not any(key in only for key in rows.column("key").to_pylist()):
             return []
-        if (mode := commit.provenance.get(f"{recipe.kind}_mode")) is not None:
-            self._loaded(recipe).mode = mode
-        batches = self._batches(recipe, unit, rows, only)
+        if (mode := commit.provenance.get(f"{encoding.kind}_mode")) is not None:
+            self._loaded(encoding).mode = mode
+        batches = self._batches(encoding, unit, rows, only)
         self.limits.halved = 0
         return batches
 
     def disk_space(self, sleep: Callable[[float], None] = time.sleep) -> DiskSpace:
         """The space for units of this cache. `sleep` as in `DiskSpace`."""
 
-        def unit_bytes(plan: WorkPlan, unit: Unit) -> int:
+        def unit_bytes(plan: WorkList, unit: Unit) -> int:
             pairs = [(plan, unit), *self._pairs(plan, unit)]
             return sum(estimate.unit_bytes(self.cache, *pair) for pair in pairs)
 
@@ -152,60 +152,60 @@ class UnitEncoder:
 
     def _batches(
         self,
-        recipe: Signal,
+        encoding: Signal,
         unit: Unit,
         rows: pa.Table,
         only: Container[bytes] | None,
-        beside: Sequence[unit_records.UnitBeside] = (),
+        following: Sequence[unit_records.FollowingUnit] = (),
     ) -> Iterable[unit_records.Made]:
         """The encoded batches of a unit."""
-        encoder = self._loaded(recipe)
-        if isinstance(recipe, CaptionSignal):
+        encoder = self._loaded(encoding)
+        if isinstance(encoding, CaptionSignal):
             metered: Any = _Metered(encoder, self.meter)
-            return unit_records.caption_records(recipe, unit, rows, metered, only=only, limits=self.limits)
-        assert isinstance(recipe, PictureSignal)
-        if recipe.name not in self._comparisons:
-            self._comparisons[recipe.name] = recipe.comparison(self._models)
+            return unit_records.caption_records(encoding, unit, rows, metered, only=only, limits=self.limits)
+        assert isinstance(encoding, PictureSignal)
+        if encoding.name not in self._comparisons:
+            self._comparisons[encoding.name] = encoding.comparison(self._models)
         return unit_records.image_records(
-            recipe,
+            encoding,
             unit,
             rows,
             self.sources,
-            _Metered(encoder, self.meter, self._comparisons[recipe.name]),
-            beside=beside,
+            _Metered(encoder, self.meter, self._comparisons[encoding.name]),
+            following=following,
             max_pixels=self.settings.max_pixels,
             workers=self.settings.encode.workers,
             only=only,
             limits=self.limits,
         )
 
-    def _recipe(self, name: str) -> Any:
-        if name not in self._recipes:
-            self._recipes[name] = self.cache.recipe(name)
-        return self._recipes[name]
+    def _encoding(self, name: str) -> Any:
+        if name not in self._encodings:
+            self._encodings[name] = self.cache.encoding(name)
+        return self._encodings[name]
 
-    def _loaded(self, recipe: Any) -> Any:
-        """The encoder of the units of a recipe."""
-        if self._name != recipe.name:
+    def _loaded(self, encoding: Any) -> Any:
+        """The encoder of the units of an encoding."""
+        if self._name != encoding.name:
             self._name, self._encoder = "", None  # before the other encoder is read
-            self._name, self._encoder = recipe.name, self._load(recipe)
+            self._name, self._encoder = encoding.name, self._load(encoding)
         return self._encoder
 
-    def _load(self, recipe: Any) -> Any:
+    def _load(self, encoding: Any) -> Any:
         """Load an encoder.
 
         Raises:
-            CacheError: the configured model gives other values than the recipe says.
+            CacheError: the configured model gives other values than the encoding says.
         """
-        if self._checks and recipe.name not in self._checked:
-            if differences := recipe.unlike(recipe.model(self._models)):
+        if self._checks and encoding.name not in self._checked:
+            if differences := encoding.unlike(encoding.model(self._models)):
                 raise CacheError(
-                    f"the {recipe.section} model of this machine is not the one that made this cache (cache | here)",
+                    f"the {encoding.section} model of this machine is not the one that made this cache (cache | here)",
                     found="; ".join(differences),
-                    fix=f"give every machine the same {recipe.section} model",
+                    fix=f"give every machine the same {encoding.section} model",
                 )
-            self._checked.add(recipe.name)
-        return recipe.encoder(self._models, device(self.settings.encode.device))
+            self._checked.add(encoding.name)
+        return encoding.encoder(self._models, device(self.settings.encode.device))
 
 
 def device(name: str, log: Callable[[str], None] | None = None) -> Any:
@@ -251,11 +251,11 @@ class _Metered:
 class _StorageCosts:
     """Prints once, after the first unit with records, what a storage other than plain bf16 saves and costs."""
 
-    def __init__(self, recipe: Recipe):
-        self.recipe = recipe
-        self.measured = None if recipe.storage == codec.PLAIN else codec.Measured()
+    def __init__(self, encoding: Encoding):
+        self.encoding = encoding
+        self.measured = None if encoding.storage == codec.PLAIN else codec.Measured()
 
     def log(self) -> None:
         if self.measured is not None and self.measured.records:
-            click.echo(self.measured.line(self.recipe.kind, self.recipe.storage))
+            click.echo(self.measured.line(self.encoding.kind, self.encoding.storage))
             self.measured = None

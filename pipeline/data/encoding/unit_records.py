@@ -23,9 +23,9 @@ import torch
 
 from pipeline.base.errors import ResourceError, is_out_of_memory
 from pipeline.data.cache import codec, index, layout, shard
-from pipeline.data.cache.cache import Cache, Unit, WorkPlan
+from pipeline.data.cache.cache import Cache, Unit, WorkList
+from pipeline.data.cache.encodings import CaptionEncoding, Encoding
 from pipeline.data.cache.index import Commit, RecordReject
-from pipeline.data.cache.recipes import CaptionRecipe, Recipe
 from pipeline.data.encoders.frozen import NonFiniteOutputError
 from pipeline.data.encoding.scan_rows import mapped
 from pipeline.data.images import decoding
@@ -66,13 +66,13 @@ Made = tuple[list[EncodedRecord], list[RecordReject]]
 
 
 def image_records(
-    recipe: PictureSignal,
+    encoding: PictureSignal,
     unit: Unit,
     rows: pa.Table,
     sources: dict[str, Source],
     encoder: PictureEncoder,
     *,
-    beside: Sequence[UnitBeside] = (),
+    following: Sequence[FollowingUnit] = (),
     max_pixels: int,
     workers: int,
     only: Container[bytes] | None = None,
@@ -83,7 +83,7 @@ def image_records(
     Args:
         rows: the unit's rows of the plan's table.
         sources: source name -> source; every source of the unit must be here.
-        beside: are given the pixels of each batch, too.
+        following: are given the pixels of each batch, too.
         only: encode only the batches that hold one of these keys, in their planned composition.
         limits: those of earlier units; updated.
     """
@@ -96,7 +96,7 @@ def image_records(
     def decode(row: dict[str, Any]) -> np.ndarray | RecordReject:
         key, item, size = row["key"].hex(), row["item"], (row["height"], row["width"])
         if item is None:
-            return np.full((*size, 3), recipe.blank, np.uint8)
+            return np.full((*size, 3), encoding.blank, np.uint8)
         try:
             data = read[row["source"]](_place(row))
         except OSError as error:
@@ -104,7 +104,7 @@ def image_records(
         if layout.digest(data) != row["digest"]:
             return RecordReject(key, item, "changed since it was scanned", retry=True)
         try:
-            return recipe.pixels(data, size, max_pixels)
+            return encoding.pixels(data, size, max_pixels)
         except decoding.ImageReject as reject:
             return RecordReject(key, item, str(reject))
 
@@ -116,7 +116,7 @@ def image_records(
             decoded = list(islice(stream, len(batch)))
             rejects = [d for d in decoded if isinstance(d, RecordReject)]
             good = [(row, d) for row, d in zip(batch, decoded, strict=True) if not isinstance(d, RecordReject)]
-            for each in beside:
+            for each in following:
                 each.encode(good, rejects)
             yield _of_pictures(good, rejects, encoder, limits)
 
@@ -143,13 +143,13 @@ class UnitWriter:
     behind. Leaving the `with` block without `commit` discards the shard."""
 
     def __init__(
-        self, cache: Cache, recipe: Recipe, plan: WorkPlan, unit: Unit, measured: codec.Measured | None = None
+        self, cache: Cache, encoding: Encoding, plan: WorkList, unit: Unit, measured: codec.Measured | None = None
     ):
-        self.cache, self.recipe, self.plan, self.unit = cache, recipe, plan, unit
+        self.cache, self.encoding, self.plan, self.unit = cache, encoding, plan, unit
         self._rejects: list[RecordReject] = []
         self._waiting: deque[Future[None]] = deque()
         self._stack = ExitStack()
-        self._shard = self._stack.enter_context(shard.ShardWriter(cache.files, recipe, unit.unit, measured))
+        self._shard = self._stack.enter_context(shard.ShardWriter(cache.files, encoding, unit.unit, measured))
         self._thread = self._stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="writer"))
 
     def __enter__(self) -> Self:
@@ -179,13 +179,13 @@ class UnitWriter:
             commit = index.commit_of(files, unit, self._shard.finish(), self._rejects, made_by)
         else:
             commit = Commit(unit, None, 0, 0, None, tuple(self._rejects), made_by)
-        index.publish_commit(files, self.recipe.name, self.plan.number, commit)
+        index.publish_commit(files, self.encoding.name, self.plan.number, commit)
         return commit
 
 
-class UnitBeside(UnitWriter):
+class FollowingUnit(UnitWriter):
     """A unit of another kind of picture records, made from the pixels that are decoded for the unit that it goes with
-    (see `encoding.plan.plan_beside`), in a thread beside that one's encoder.
+    (see `encoding.plan.plan_following`), in a thread alongside that one's encoder.
 
     Args:
         rows: of its plan, for this unit; lead: those of the other unit.
@@ -194,14 +194,14 @@ class UnitBeside(UnitWriter):
     def __init__(
         self,
         cache: Cache,
-        recipe: Recipe,
-        plan: WorkPlan,
+        encoding: Encoding,
+        plan: WorkList,
         unit: Unit,
         rows: pa.Table,
         lead: pa.Table,
         encoder: PictureEncoder,
     ):
-        super().__init__(cache, recipe, plan, unit)
+        super().__init__(cache, encoding, plan, unit)
         self._encoder = encoder
         self._rows = dict(zip(lead.column("key").to_pylist(), rows.to_pylist(), strict=True))
 
@@ -213,7 +213,7 @@ class UnitBeside(UnitWriter):
 
 
 def caption_records(
-    recipe: CaptionRecipe,
+    encoding: CaptionEncoding,
     unit: Unit,
     rows: pa.Table,
     encoder: CaptionEncoder,
@@ -228,7 +228,7 @@ def caption_records(
             null, valid = encoder.null()
             yield [EncodedRecord(batch[0]["key"], null, "", valid)], []
             continue
-        normalised = [captions.normalise(row["caption"], recipe.normalisation) for row in batch]
+        normalised = [captions.normalise(row["caption"], encoding.normalisation) for row in batch]
         records, rejects, of_batch = [], [], Limits()  # the next captions may be shorter
         arrays = encode_finite(normalised, encoder.encode, of_batch)
         limits.halved += of_batch.halved
@@ -242,8 +242,8 @@ def caption_records(
 
 def write_unit(
     cache: Cache,
-    recipe: Recipe,
-    plan: WorkPlan,
+    encoding: Encoding,
+    plan: WorkList,
     unit: Unit,
     made: Iterable[Made],
     progress: Callable[[int, int], None],
@@ -257,10 +257,10 @@ def write_unit(
         made: what `image_records` or `caption_records` yield.
         progress: called with (records made, records rejected) after each batch.
         origin: added to the unit's provenance.
-        measured: sums what the recipe's storage saves and costs.
+        measured: sums what the encoding's storage saves and costs.
         limits: those with which `made` is encoded. Its number of halved batches goes into the provenance.
     """
-    with UnitWriter(cache, recipe, plan, unit, measured) as writer:
+    with UnitWriter(cache, encoding, plan, unit, measured) as writer:
         for batch in made:
             writer.add(lambda batch: batch, batch)
             progress(len(batch[0]), len(batch[1]))

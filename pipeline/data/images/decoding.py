@@ -4,7 +4,7 @@
 converts any mode to sRGB, and resizes and crops to exactly the bucket. There are two decoders behind one interface:
 `vips` (fast, strict about damaged data) and `pillow` (every allowed format, no library besides Pillow).
 
-The name of a decoder in the recipe changes whenever its pixels change.
+The name of a decoder in the encoding changes whenever its pixels change.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LIMIT = "max_pixels"
 """The setting that the reason of an `ImageReject` names if a higher limit would admit the picture."""
 
 DECODERS = {"vips": vips_decoder.DECODER, "pillow": pillow_decoder.DECODER}
-"""Value of `data.decoder` -> name in the recipe."""
+"""Value of `data.decoder` -> name in the encoding."""
 
 
 def choose(wanted: str) -> str:
-    """The name in the recipe of the configured decoder.
+    """The name in the encoding of the configured decoder.
 
     Args:
         wanted: `vips`, `pillow`, or `auto` (vips if it can be imported).
@@ -46,7 +46,7 @@ def choose(wanted: str) -> str:
 
 
 def require(name: str) -> None:
-    """Raises a UserError unless this process has the decoder with this name in the recipe."""
+    """Raises a UserError unless this process has the decoder with this name in the encoding."""
     if name not in DECODERS.values():
         raise UserError(
             f"this version has no decoder {name!r}",
@@ -58,13 +58,13 @@ def require(name: str) -> None:
         raise UserError(
             "the decoder vips cannot be used here",
             found=missing,
-            fix="pip install 'pyvips[binary]' simplejpeg, or --set data.decoder=pillow (another recipe: pictures "
+            fix="pip install 'pyvips[binary]' simplejpeg, or --set data.decoder=pillow (another encoding: pictures "
             "encoded with vips are encoded again)",
         )
 
 
 def pixel_fields(data: DataConfig) -> dict[str, Any]:
-    """Return what decides the pixels of a picture, as fields of a `PictureRecipe`. Errors as in `choose`."""
+    """Return what decides the pixels of a picture, as fields of a `PictureEncoding`. Errors as in `choose`."""
     return {
         "decoder": choose(data.decoder),
         "resize": RESIZE_RULE,
@@ -119,7 +119,7 @@ def load(
         size: (height, width) of the result in pixels.
         background: RGB, 0..255.
         max_pixels: as in `probe`.
-        decoder: its name in the recipe, from `choose`.
+        decoder: its name in the encoding, from `choose`.
 
     Returns:
         uint8 array (height, width, 3).

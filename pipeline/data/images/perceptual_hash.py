@@ -3,7 +3,7 @@ half of them.
 
 It has the signs of the 128 lowest frequencies of a DCT of the luma, twice: of the whole picture, and of its inner
 92.5 % by side, which is the whole of a cropped copy. By the whole alone, crops to 90 % were up to 48 bits away, others
-from 41. The bits do not know colours: beside them stands the mean chroma of 4 x 4 cells of both views.
+from 41. The bits do not know colours: next to them stands the mean chroma of 4 x 4 cells of both views.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import gcd
 import numpy as np
 
 RULE = "dct-sign-2x128-chroma-2x16-1"
-"""The algorithm's name in a recipe: a change of the words requires a change of the name."""
+"""The algorithm's name in an encoding: a change of the words requires a change of the name."""
 
 VIEW_WORDS = 8
 """16-bit words of the hash of a view. Words 0 to 7: the whole picture; 8 to 15: its inner part."""

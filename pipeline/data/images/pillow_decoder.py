@@ -3,7 +3,7 @@
 `open_header` identifies a picture and refuses decompression bombs; `load` decodes it, applies the orientation and
 converts any mode to sRGB; the other decoder uses `apply_profile`, too.
 
-`DECODER` names these rules in the recipe: a change of the pixels requires a change of the name.
+`DECODER` names these rules in the encoding: a change of the pixels requires a change of the name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Covering resize and centre crop: which part of a picture the bucket gets, and by which filter.
 
-`RESIZE_RULE` and `CROP_RULE` name these rules in the recipe: a change of the pixels requires a change of the name.
+`RESIZE_RULE` and `CROP_RULE` name these rules in the encoding: a change of the pixels requires a change of the name.
 Every decoder follows them.
 """
 

@@ -3,7 +3,7 @@
 `load` decodes 8-bit JPEG, PNG and WebP, and lets libvips resize pictures that shrink; for all others it returns None,
 and Pillow decodes them. The header alone decides.
 
-`DECODER` names these rules in the recipe: a change of the pixels requires a change of the name.
+`DECODER` names these rules in the encoding: a change of the pixels requires a change of the name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The parts of a cache that a training run reads, opened.
 
 `snapshots.opening` chooses and opens them, `training.inputs` makes the run's task of them: so
-training knows no cache, and of the recipes of records only what is said here.
+training knows no cache, and of the encodings of records only what is said here.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from pipeline.base.errors import ConfigError
 from pipeline.data.cache.prompts import PromptSet
 from pipeline.data.cache.snapshot import Sample, Snapshot
-from pipeline.data.signals.control import ControlRecipe
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.control import ControlEncoding
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Inputs:
     phase: int = 0
 
     @property
-    def latent(self) -> LatentRecipe:
-        """The recipe of the latents."""
-        return self.snapshot.recipe(LatentRecipe)
+    def latent(self) -> LatentEncoding:
+        """The encoding of the latents."""
+        return self.snapshot.encoding(LatentEncoding)
 
     @property
     def text_width(self) -> int:
         """Width of a text row."""
-        return self.snapshot.recipe(TextRecipe).width
+        return self.snapshot.encoding(TextEncoding).width
 
     @property
     def sample_size(self) -> int:
@@ -72,7 +72,7 @@ class Inputs:
         return None if self.old_heldout is None else np.concatenate([*self.old_heldout.sample_ids()])
 
     def check_pictures(self, kinds: Sequence[str]) -> None:
-        """Refuse snapshots that lack the further pictures of a training; see `check_pictures`."""
+        """Refuse snapshots that lack the control pictures and masks of a training; see `check_pictures`."""
         check_pictures([self.snapshot] if self.heldout is None else [self.snapshot, self.heldout], kinds)
 
     # ------------------------------------------------------------- pictures of a ControlNet
@@ -99,7 +99,7 @@ class Inputs:
 
     def control(self, number: int) -> np.ndarray:
         """The record of the control picture of a prompt, verified: bits of bf16, uint16."""
-        return self._drawn_from.picture(self._drawn[number], ControlRecipe.kind)
+        return self._drawn_from.picture(self._drawn[number], ControlEncoding.kind)
 
 
 def leaked(snapshot: Snapshot, part: Snapshot) -> int:
@@ -108,7 +108,7 @@ def leaked(snapshot: Snapshot, part: Snapshot) -> int:
 
 
 def check_pictures(snapshots: Sequence[Snapshot], kinds: Sequence[str]) -> None:
-    """Refuse snapshots without the further pictures that a training reads.
+    """Refuse snapshots without the control pictures and masks that a training reads.
 
     Raises:
         ConfigError: names the kinds that a snapshot lacks.

@@ -28,7 +28,7 @@ from pipeline.data.loader.buffer_pool import Allocator, BufferPool, aligned
 from pipeline.data.loader.planner import BatchOrder, BatchPlan, Planner
 from pipeline.data.loader.quarantine import Quarantine, Substitution, UnreadableRecord
 from pipeline.data.loader.shard_prefetch import ShardPrefetch
-from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.latent import LatentEncoding
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Batch:
     one step later, because its copy to the GPU may still be running.
 
     Attributes:
-        latents: (b, C, h, w) bf16, already multiplied by the recipe's scaling factor.
+        latents: (b, C, h, w) bf16, already multiplied by the encoding's scaling factor.
         captions: (b, L, D) bf16, zeros past the mask; or packed: (t, D), one after the other without padding.
             Caption drop is already applied.
         mask: (b, L) bool, True where attention may look.
@@ -124,7 +124,7 @@ class LoaderSettings:
     text: Literal["padded", "packed"] = "padded"
     """Layout of `Batch.captions`."""
     pictures: tuple[str, ...] = ()
-    """Kinds of picture records that batches have beside the latents. Records of other kinds are not read."""
+    """Kinds of picture records that batches have in addition to the latents. Records of other kinds are not read."""
 
     prefetch: int | None
     """Steps that threads read ahead at most; None: as many as `prefetch_mib` allows. 0 reads in the calling thread,
@@ -191,7 +191,7 @@ class Loader:
         self.quarantine = None if settings.quarantine is None else Quarantine(settings.quarantine)
         self.substituted = 0
         limit = max_open_shards(snapshot)
-        self.pictures = (LatentRecipe.kind, *settings.pictures)
+        self.pictures = (LatentEncoding.kind, *settings.pictures)
         self.texts = snapshot.caption.kind
         self.readers = {kind: snapshot.reader(kind, limit=limit) for kind in (*self.pictures, self.texts)}
         self.null = self._read_null()
@@ -334,7 +334,7 @@ class Loader:
         allocator = Allocator(self.pool.take())
         return _Arrays(
             pictures={kind: allocator.cut((count, *shape), np.uint16) for kind, shape in shapes.items()},
-            noise=allocator.cut((count, *shapes[LatentRecipe.kind]), np.float32),
+            noise=allocator.cut((count, *shapes[LatentEncoding.kind]), np.float32),
             mask=allocator.cut((count, plan.length), bool),
             logit=allocator.cut((count,), np.float32),
             texts=allocator.cut((text_rows, self.snapshot.caption.width), np.uint16),
@@ -380,7 +380,7 @@ class Loader:
             text_part = slice(*offsets[[0, -1]].tolist()) if packed else part
             batches.append(
                 Batch(
-                    bf16(arrays.pictures[LatentRecipe.kind][part]),
+                    bf16(arrays.pictures[LatentEncoding.kind][part]),
                     bf16(captions[text_part]),
                     torch.from_numpy(arrays.mask[part]),
                     torch.from_numpy(arrays.noise[part]),

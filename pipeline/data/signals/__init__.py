@@ -1,6 +1,6 @@
 """Signals: the kinds of records that a cache holds, one module each.
 
-A signal is a recipe (`cache.recipes`: name, key, shape, storage) and what makes its records. `recipes` gives
+A signal is an encoding (`cache.encodings`: name, key, shape, storage) and what makes its records. `encodings` gives
 those that a configuration asks for. A new kind is a module here and its section of the configuration; nothing else
 names it.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from pipeline.data.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, recipe_classes
+from pipeline.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding, encoding_classes
 from pipeline.data.encoders.config import TextConfig, VaeConfig
 from pipeline.data.encoding.config import EncodeConfig
 from pipeline.data.sources.config import DataConfig
@@ -57,7 +57,7 @@ class Comparison(Protocol):
 
 
 class Signal(ABC):
-    """A recipe with what makes its records.
+    """An encoding with what makes its records.
 
     Attributes:
         noun: what progress lines and reports call its records.
@@ -72,7 +72,7 @@ class Signal(ABC):
     @classmethod
     @abstractmethod
     def wanted(cls, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Self | None:
-        """Return the recipe that a configuration asks for; None: no records of this kind.
+        """Return the encoding that a configuration asks for; None: no records of this kind.
 
         Raises:
             UserError: its model cannot be read.
@@ -80,10 +80,10 @@ class Signal(ABC):
 
     @abstractmethod
     def model(self, encoders: Encoders) -> dict[str, Any]:
-        """Return the fields of the recipe that the configured model decides, read from its files."""
+        """Return the fields of the encoding that the configured model decides, read from its files."""
 
     def settings(self, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Mapping[str, tuple[Any, Any]]:
-        """Return the settings that decide the values: name -> (as configured, as in this recipe)."""
+        """Return the settings that decide the values: name -> (as configured, as in this encoding)."""
         return {}
 
     @abstractmethod
@@ -99,16 +99,16 @@ class Signal(ABC):
         return None
 
 
-class PictureSignal(Signal, PictureRecipe):
+class PictureSignal(Signal, PictureEncoding):
     """Records of pictures.
 
     Attributes:
-        beside: whether the records are made beside latents, from the same pixels, by an encoder that loads no model;
-            others are made in a pass of their own, since a process holds one model at a time.
+        shares_pixels: whether the records are made with latents, from the same pixels, by an encoder that loads no
+            model; others are made in a pass of their own, since a process holds one model at a time.
         blank: the value of all pixels of a picture that a sample lacks and need not have.
     """
 
-    beside: ClassVar[bool] = False
+    shares_pixels: ClassVar[bool] = False
     blank: ClassVar[int] = 0
 
     def pixels(self, data: bytes, size: tuple[int, int], max_pixels: int) -> np.ndarray:
@@ -129,19 +129,19 @@ class PictureSignal(Signal, PictureRecipe):
         return None
 
 
-class CaptionSignal(Signal, CaptionRecipe):
+class CaptionSignal(Signal, CaptionEncoding):
     """Records of captions."""
 
     @abstractmethod
     def encoder(self, encoders: Encoders, device: Any) -> CaptionEncoder: ...
 
 
-def recipes(encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> list[Recipe]:
-    """Return the recipes that a configuration asks for: of pictures, the latents first, then of captions.
+def encodings(encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> list[Encoding]:
+    """Return the encodings that a configuration asks for: of pictures, the latents first, then of captions.
 
     Raises:
         UserError: a model cannot be read.
     """
-    every = [each for each in recipe_classes() if issubclass(each, Signal)]
-    every.sort(key=lambda each: (issubclass(each, CaptionRecipe), each.optional, each.kind))
-    return [recipe for each in every if (recipe := each.wanted(encoders, data, encode)) is not None]
+    every = [each for each in encoding_classes() if issubclass(each, Signal)]
+    every.sort(key=lambda each: (issubclass(each, CaptionEncoding), each.optional, each.kind))
+    return [encoding for each in every if (encoding := each.wanted(encoders, data, encode)) is not None]

@@ -1,4 +1,4 @@
-"""Control pictures: what the VAE makes of a sample's further picture, or of the edges of its own."""
+"""Control pictures: what the VAE makes of a sample's control picture, or of the edges of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.base.errors import UserError
 from pipeline.data.encoding.config import EncodeConfig
 from pipeline.data.signals import Encoders
-from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.sources.config import DataConfig
 
 CANNY = "canny-100-200"
@@ -19,8 +19,8 @@ CANNY = "canny-100-200"
 
 
 @dataclass(frozen=True)
-class ControlRecipe(LatentRecipe):
-    """Values as those of a latent. made: how the picture is made from the sample's; "": it is a further picture."""
+class ControlEncoding(LatentEncoding):
+    """Values as those of a latent. made: how the picture is made from the sample's; "": it is a picture of its own."""
 
     kind: ClassVar[str] = "control"
     noun: ClassVar[str] = "controls"
@@ -38,7 +38,7 @@ class ControlRecipe(LatentRecipe):
             return None
         if given.made is not None:
             _edges()  # refused before anything is read
-        latent = LatentRecipe.wanted(encoders, data, encode)
+        latent = LatentEncoding.wanted(encoders, data, encode)
         return cls(**latent.values(), made="" if given.made is None else CANNY)
 
     def settings(self, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Mapping[str, tuple[Any, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pipeline.data.cache.recipes import Recipe
+from pipeline.data.cache.encodings import Encoding
 from pipeline.data.encoding.config import EncodeConfig
 from pipeline.data.signals import Encoders, PictureSignal
 from pipeline.data.sources.config import DataConfig
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LatentRecipe(PictureSignal):
+class LatentEncoding(PictureSignal):
     """Values of a latent: bf16(encoder(image in [-1, 1]) * scaling_factor in fp32), shape (channels, H/f, W/f)."""
 
     kind: ClassVar[str] = "latent"
@@ -75,6 +75,6 @@ class LatentRecipe(PictureSignal):
         return footprint(encoders.vae, height, width)
 
 
-def compression(recipes: Sequence[Recipe]) -> int:
+def compression(encodings: Sequence[Encoding]) -> int:
     """Pixels of a side that the sides of buckets are multiples of: those of a latent's position."""
-    return next(recipe.compression for recipe in recipes if isinstance(recipe, LatentRecipe))
+    return next(encoding.compression for encoding in encodings if isinstance(encoding, LatentEncoding))

@@ -30,9 +30,9 @@ class _Averages:
 
 
 @dataclass(frozen=True)
-class MaskRecipe(PictureSignal):
+class MaskEncoding(PictureSignal):
     """Values from 0 to 1: the mean brightness (ITU-R BT.601) of the pixels of each position of the latent, (1, H/f,
-    W/f). made: `alpha`: of the transparency of the sample's picture; "": of a further picture, or of its transparency
+    W/f). made: `alpha`: of the transparency of the sample's picture; "": of the mask's file, or of its transparency
     where its colours are flat (`images/mask_decoder.py`)."""
 
     kind: ClassVar[str] = "mask"

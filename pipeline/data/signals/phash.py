@@ -27,14 +27,14 @@ class _Hasher:
 
 
 @dataclass(frozen=True)
-class HashRecipe(PictureSignal):
+class HashEncoding(PictureSignal):
     """Values of a hash: `hashes` of `images.perceptual_hash` of the picture at its target resolution, 16
     words of bits, the quality and 32 words of colours."""
 
     kind: ClassVar[str] = "phash"
     noun: ClassVar[str] = "hashes"
     section: ClassVar[str] = "version of sana-pipe"
-    beside: ClassVar[bool] = True
+    shares_pixels: ClassVar[bool] = True
     axes: ClassVar[tuple[str, ...]] = ("words",)
     bf16: ClassVar[bool] = False
     rule: str = ""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TextRecipe(CaptionSignal):
+class TextEncoding(CaptionSignal):
     """Values of text rows: the encoder's last hidden state after its final norm, selected by `selection`."""
 
     kind: ClassVar[str] = "text"
@@ -42,7 +42,7 @@ class TextRecipe(CaptionSignal):
         text = encoders.text
         return {
             "text.dtype": (text.dtype, self.dtype),
-            "text.recipe": (text.recipe, self.normalisation),
+            "text.prompting": (text.prompting, self.normalisation),
             "text.max_length": (text.max_length, self.max_length),
             "text.instruction": (instruction(text), self.instruction),
             "encode.storage.text": (encode.storage.text, self.storage),

@@ -102,7 +102,7 @@ def assemble(
     numbered[records.caption.kind] = _numbered_shards(records.texts, frame.text, null_row)
     numbers = {kind: number for kind, (number, _) in numbered.items()}
     head = Head(
-        recipes={recipe.kind: recipe.values() for recipe in records.recipes},
+        encodings={encoding.kind: encoding.values() for encoding in records.encodings},
         policies=policies,
         buckets=tuple(entries),
         shards={kind: shards for kind, (_, shards) in numbered.items()},
@@ -287,7 +287,7 @@ def _tables(
 
     numbers: of the shards of each kind, by their place in the index.
     """
-    schema = samples_schema(records.recipes)
+    schema = samples_schema(records.encodings)
     offsets = pa.array(frame.captions.astype(np.int32))
 
     def places(kind: str, at: np.ndarray, struct: pa.StructType, /, **given: np.ndarray) -> pa.StructArray:

@@ -42,14 +42,14 @@ def vectors(
     Raises:
         IntegrityError: a record is damaged.
     """
-    recipe = records.pictures[0]
-    rows, result = frame.pictures[recipe.kind], list[tuple[np.ndarray, np.ndarray]]()
+    encoding = records.pictures[0]
+    rows, result = frame.pictures[encoding.kind], list[tuple[np.ndarray, np.ndarray]]()
     for bucket in np.unique(frame.bucket).tolist():
         ours = np.flatnonzero(frame.bucket == bucket)
-        channels, *grid = recipe.shape(*shapes[bucket])
+        channels, *grid = encoding.shape(*shapes[bucket])
         count = np.full(len(ours), channels)
         for some, values, _ in read_records(
-            recipe, records.indexes[recipe.kind], caches, rows[ours], count, tuple(grid)
+            encoding, records.indexes[encoding.kind], caches, rows[ours], count, tuple(grid)
         ):
             flat = to_float(values).reshape(len(some), channels, -1).astype(np.float64)
             result.append((ours[some], np.concatenate([flat.mean(axis=2), flat.std(axis=2)], axis=1)))

@@ -1,7 +1,7 @@
 """The held-out part of a snapshot: which snapshot it is, and whether it may validate a training on the snapshot.
 
-What: `find` finds the part that `bucket.heldout` made beside a snapshot: it has a name, and the same scans and options.
-`check` refuses parts of other recipes, `check_disjoint` those that have samples of the training.
+What: `find` finds the part that `bucket.heldout` made alongside a snapshot: it has a name, and the same scans and
+options. `check` refuses parts of other encodings, `check_disjoint` those that have samples of the training.
 Why refused and not left out: a value on samples that are trained on looks good.
 Price: unless both sides come from one rule (which decides by the picture's digest), `check_disjoint` reads the tables
 of the training snapshot.
@@ -20,8 +20,8 @@ from pipeline.data.cache.cache import Cache
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.cache.snapshot_head import Head, HeldOut
 from pipeline.data.cache.snapshot_samples import picture_keys
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.phash import HashRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.phash import HashEncoding
 
 OPTION = "train.validation.snapshot"
 
@@ -46,16 +46,16 @@ def find(cache: Cache, snapshot: Snapshot) -> str | None:
 
 
 def check(snapshot: Snapshot, part: Snapshot) -> None:
-    """Refuse records of other recipes. Hashes are not trained on.
+    """Refuse records of other encodings. Hashes are not trained on.
 
     Raises:
         ConfigError: names the fields that differ.
     """
-    for kind in sorted((snapshot.head.recipes.keys() & part.head.recipes.keys()) - {HashRecipe.kind}):
-        trained, validated = snapshot.head.recipes_by_kind[kind], part.head.recipes_by_kind[kind]
+    for kind in sorted((snapshot.head.encodings.keys() & part.head.encodings.keys()) - {HashEncoding.kind}):
+        trained, validated = snapshot.head.encodings_by_kind[kind], part.head.encodings_by_kind[kind]
         if trained != validated:
             raise ConfigError(
-                f"{OPTION}: snapshot {part.id[:12]} has {kind} records of another recipe than {snapshot.id[:12]}",
+                f"{OPTION}: snapshot {part.id[:12]} has {kind} records of another encoding than {snapshot.id[:12]}",
                 expected="the same encoders and settings",
                 found=f"(training | validation) {'; '.join(trained.difference(validated))}",
                 fix=f"--set {OPTION}=null with a held-out part: sana-pipe bucket --set bucket.heldout=0.01",
@@ -94,4 +94,4 @@ def _one_rule(ours: HeldOut, theirs: HeldOut) -> bool:
 
 def _identities(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     """Sample ids, uint64 (n,), and keys of latents, S16 (n,)."""
-    return table.column("sample_id").to_numpy(), picture_keys(table, LatentRecipe.kind)
+    return table.column("sample_id").to_numpy(), picture_keys(table, LatentEncoding.kind)

@@ -8,8 +8,8 @@ from typing import Any
 
 from pipeline.base.errors import CacheError, UserError
 from pipeline.data.cache.cache import Cache, CacheLocation
+from pipeline.data.cache.encodings import Encoding
 from pipeline.data.cache.index import RecordIndex
-from pipeline.data.cache.recipes import Recipe
 from pipeline.data.encoding.config import EncodeConfig
 from pipeline.data.images import buckets
 from pipeline.data.signals import Encoders, Signal
@@ -26,7 +26,7 @@ class Scan:
 
     cache: Cache
     table: str
-    recipes: dict[str, str]
+    encodings: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def read_inputs(
     """Read the last scan of every source. data, encoders, encode: the settings that the cache must agree with.
 
     Raises:
-        CacheError: no source yet, or sources of different recipes, or of other settings than the configuration.
+        CacheError: no source yet, or sources of different encodings, or of other settings than the configuration.
         UserError: a setting names what is not there.
     """
     unused = {source for source, setting in settings.sources.items() if not setting.weight}
@@ -85,21 +85,21 @@ def read_inputs(
             f"bucket.sources names {', '.join(unknown)}, which no cache holds", expected=", ".join(sorted(scans))
         )
     used = {source: scan for source, scan in scans.items() if source not in unused}
-    recipes, lacking = _recipes(used or scans)
-    _check_settings(recipes, encoders, data, encode)
-    factor = compression(recipes)
+    encodings, lacking = _encodings(used or scans)
+    _check_settings(encodings, encoders, data, encode)
+    factor = compression(encodings)
     resolutions, shapes = [], list[tuple[int, int]]()
     for variant, table in buckets.resolutions(settings, data, factor):
         policy = data if settings.resolutions else None
         resolutions.append(Resolution(table, len(shapes), variant, policy))
         shapes += table
     batches = buckets.batches(settings, shapes, factor)
-    indexes = {one.kind: RecordIndex.union([cache.index(one.name) for cache in caches]) for one in recipes}
+    indexes = {one.kind: RecordIndex.union([cache.index(one.name) for cache in caches]) for one in encodings}
     return Inputs(
         caches,
         scans,
         unused,
-        records=EncodedRecords(recipes, indexes),
+        records=EncodedRecords(encodings, indexes),
         resolutions=resolutions,
         table=BucketTable(shapes, batches),
         options=_options(settings, data, caches[0]),
@@ -125,7 +125,7 @@ def _scans(caches: list[Cache], unused: set[str]) -> dict[str, Scan]:
             body = cache.last_scan(source)
             if body is None:
                 continue
-            scan = Scan(cache, body["table"], body["recipes"])
+            scan = Scan(cache, body["table"], body["encodings"])
             first = scans.setdefault(source, scan)
             if first.table != scan.table and source not in unused:
                 raise CacheError(
@@ -135,31 +135,31 @@ def _scans(caches: list[Cache], unused: set[str]) -> dict[str, Scan]:
     return dict(sorted(scans.items()))
 
 
-def _recipes(scans: dict[str, Scan]) -> tuple[list[Recipe], dict[str, list[str]]]:
-    """The recipes of the sources: of the kinds of records that all of them have; and `Inputs.lacking`. They must be
+def _encodings(scans: dict[str, Scan]) -> tuple[list[Encoding], dict[str, list[str]]]:
+    """The encodings of the sources: of the kinds of records that all of them have; and `Inputs.lacking`. They must be
     equal."""
-    chosen, lacking = list[Recipe](), dict[str, list[str]]()
-    for kind in dict.fromkeys(kind for scan in scans.values() for kind in scan.recipes):
-        if without := [source for source, scan in scans.items() if kind not in scan.recipes]:
+    chosen, lacking = list[Encoding](), dict[str, list[str]]()
+    for kind in dict.fromkeys(kind for scan in scans.values() for kind in scan.encodings):
+        if without := [source for source, scan in scans.items() if kind not in scan.encodings]:
             lacking[kind] = without
             continue
-        by_source = {source: scan.cache.recipe(scan.recipes[kind]) for source, scan in scans.items()}
+        by_source = {source: scan.cache.encoding(scan.encodings[kind]) for source, scan in scans.items()}
         first_source, first = next(iter(sorted(by_source.items())))
-        for source, recipe in by_source.items():
-            if recipe != first:
+        for source, encoding in by_source.items():
+            if encoding != first:
                 raise CacheError(
-                    f"sources {first_source!r} and {source!r} were encoded with different {kind} recipes",
-                    found="; ".join(first.difference(recipe)),
+                    f"sources {first_source!r} and {source!r} were encoded with different {kind} encodings",
+                    found="; ".join(first.difference(encoding)),
                     fix="encode both again with the same configuration and version of sana-pipe",
                 )
         chosen.append(first)
     return chosen, lacking
 
 
-def _check_settings(recipes: list[Recipe], encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> None:
+def _check_settings(encodings: list[Encoding], encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> None:
     """Refuse settings of the encoders that differ from the cache's."""
     sections = encoders, data, encode
-    pairs = [pair for one in recipes if isinstance(one, Signal) for pair in one.settings(*sections).items()]
+    pairs = [pair for one in encodings if isinstance(one, Signal) for pair in one.settings(*sections).items()]
     different = [f"{key}: configuration {ours!r}, cache {theirs!r}" for key, (ours, theirs) in pairs if ours != theirs]
     if different:
         raise CacheError(

@@ -17,9 +17,9 @@ import pyarrow.compute as pc
 from pipeline.data.cache import scan_table
 from pipeline.data.cache.arrow import batches
 from pipeline.data.cache.arrow import text as text_column
+from pipeline.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding, caption_of, pictures_of
 from pipeline.data.cache.index import RecordIndex
 from pipeline.data.cache.keys import fixed, key_bytes, sample_ids
-from pipeline.data.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of, pictures_of
 from pipeline.data.cache.scratch import Scratch
 from pipeline.data.images import buckets
 from pipeline.data.snapshots.frames import Frame, FrameColumns, pieces
@@ -35,20 +35,20 @@ class EncodedRecords:
     """The encoded records that samples are joined with.
 
     Attributes:
-        recipes: recipes of pictures, then that of captions.
+        encodings: encodings of pictures, then that of captions.
         indexes: indexes of their records by kind.
     """
 
-    recipes: Sequence[Recipe]
+    encodings: Sequence[Encoding]
     indexes: Mapping[str, RecordIndex]
 
     @property
-    def pictures(self) -> list[PictureRecipe]:
-        return pictures_of(self.recipes)
+    def pictures(self) -> list[PictureEncoding]:
+        return pictures_of(self.encodings)
 
     @property
-    def caption(self) -> CaptionRecipe:
-        return caption_of(self.recipes)
+    def caption(self) -> CaptionEncoding:
+        return caption_of(self.encodings)
 
     @property
     def texts(self) -> RecordIndex:
@@ -154,7 +154,7 @@ def join(joined: Joined, source: str, scan: pa.Table, records: EncodedRecords, r
     if source not in joined.sources:
         joined.sources.append(source)
     missing = _Missing(failed)
-    columns = FrameColumns(joined.scratch, (recipe.kind for recipe in records.pictures))
+    columns = FrameColumns(joined.scratch, (encoding.kind for encoding in records.pictures))
     for batch in batches(scan):
         columns.add(_joined(joined, source, batch, records, resolution, missing))
     joined.frames.append(columns.frame())
@@ -220,13 +220,13 @@ def _with_pictures(
     digest = fixed(scan.column("digest"))
     bucket = buckets.nearest_all(resolution.table, height, width)
     pictures, stays = dict[str, np.ndarray](), np.ones(len(scan), bool)
-    for recipe in records.pictures:
-        of_picture = scan_table.places(scan, recipe.picture).column("digest")
+    for encoding in records.pictures:
+        of_picture = scan_table.places(scan, encoding.picture).column("digest")
         there = pc.is_valid(of_picture).to_numpy()
         keys, rows = np.zeros(len(scan), "S16"), np.full(len(scan), -1, np.int64)
-        keys[there] = recipe.keys(fixed(of_picture.drop_null()), resolution.table, bucket[there])
-        rows[there] = records.indexes[recipe.kind].find(keys[there])
-        pictures[recipe.kind] = rows
+        keys[there] = encoding.keys(fixed(of_picture.drop_null()), resolution.table, bucket[there])
+        rows[there] = records.indexes[encoding.kind].find(keys[there])
+        pictures[encoding.kind] = rows
         missing = np.flatnonzero(stays & (rows < 0))
         reasons = [missing_records.failed.get(key_bytes(key).hex()) for key in keys[missing]]
         missing_records.leave(
@@ -235,7 +235,7 @@ def _with_pictures(
             missing,
             reasons,
             "rejected while encoding",
-            f"its {recipe.kind}{at} is not encoded yet ({ENCODE}{setting})",
+            f"its {encoding.kind}{at} is not encoded yet ({ENCODE}{setting})",
         )
         stays &= rows >= 0
     columns = {"height": height, "width": width, "digest": digest, "bucket": bucket + resolution.first}

@@ -19,7 +19,7 @@ from pipeline.base.config import setting
 from pipeline.base.errors import CacheError
 from pipeline.data.cache.arrow import batches
 from pipeline.data.cache.snapshot_head import HeldOut, Policies
-from pipeline.data.signals.phash import ANEW, HashRecipe
+from pipeline.data.signals.phash import ANEW, HashEncoding
 from pipeline.data.snapshots import balance, near, near_samples, selection
 from pipeline.data.snapshots.assemble import Assembled, assemble, folder_repeats
 from pipeline.data.snapshots.config import BucketConfig, SourceConfig
@@ -31,7 +31,8 @@ from pipeline.data.snapshots.join import Joined, join, usable, without_policy
 from pipeline.data.snapshots.near import Report
 
 PAD_TEXT_MULTIPLE = 16
-"""Captions of a batch are padded to a multiple of this many tokens, at most to the longest that the text recipe has."""
+"""Captions of a batch are padded to a multiple of this many tokens, at most to the longest that the text encoding
+has."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +170,11 @@ class _Maker:
     def _near_groups(self, frame: Frame) -> near_samples.NearGroups | None:
         """The pictures that look the same, where that decides anything."""
         settings, inputs = self.settings, self.inputs
-        if HashRecipe.kind not in inputs.records.indexes:
+        if HashEncoding.kind not in inputs.records.indexes:
             if settings.dedup == "near":
                 raise CacheError(
                     "bucket.dedup: near compares hashes of pictures, and not all sources have them",
-                    expected=f"records of the kind {HashRecipe.kind}",
+                    expected=f"records of the kind {HashEncoding.kind}",
                     found=", ".join(inputs.records.indexes),
                     fix=ANEW,
                 )
@@ -239,15 +240,15 @@ class _Maker:
         """List, of the held-out snapshot that the configuration names, the samples that look like one of the
         training."""
         named, inputs = self.validation, self.inputs
-        if named is None or HashRecipe.kind not in inputs.records.indexes:
+        if named is None or HashEncoding.kind not in inputs.records.indexes:
             return {}
         try:
             part = inputs.caches[0].open_snapshot(named)
         except CacheError:  # not made yet; `train` says so if it stays away
             return {}
-        if part.head.recipes.get(HashRecipe.kind) is None:
+        if part.head.encodings.get(HashEncoding.kind) is None:
             return {}
-        both = inputs.records.recipes, part.head.recipes_by_kind.values()
+        both = inputs.records.encodings, part.head.encodings_by_kind.values()
         if not all(map(near_samples.has_hashes, both)):
             self.joined.notes.append(
                 f"samples of {named} that look like one of these were not counted: one of the two has hashes of an "

@@ -3,7 +3,8 @@
 What: `near_groups` reads the hash of each picture once (of several resolutions the first) and groups them by
 `snapshots.near`. The key of a group is the smallest digest of its files, so it does not depend on the order of
 samples, and more data change it only for the groups that they join.
-Price: 98 bytes of memory a picture for the hashes, beside the 310 of the groups; every hash is read from its shard.
+Price: 98 bytes of memory a picture for the hashes, in addition to the 310 of the groups; every hash is read from its
+  shard.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import numpy as np
 
 from pipeline.base.errors import CacheError, ConfigError
 from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.recipes import Recipe
+from pipeline.data.cache.encodings import Encoding
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.cache.snapshot_samples import CHUNK_ROWS, concatenated, taken
 from pipeline.data.images.perceptual_hash import LENGTH, RULE, WORDS
-from pipeline.data.signals.phash import ANEW, HashRecipe
+from pipeline.data.signals.phash import ANEW, HashEncoding
 from pipeline.data.snapshots import near
 from pipeline.data.snapshots.frames import Frame, pieces
 from pipeline.data.snapshots.join import EncodedRecords, Joined
@@ -55,7 +56,7 @@ def near_groups(
         CacheError: the hashes are of an earlier rule.
         IntegrityError: a hash is damaged.
     """
-    check_rule(records.recipes)
+    check_rule(records.encodings)
     scratch, count = joined.scratch, 0
     number, digests, first = scratch.array(len(frame), np.int64), scratch.writer("S16"), scratch.writer(np.int64)
     for keys, rows, one in scratch.by_key(frame.digest[piece] for piece in pieces(len(frame))):
@@ -64,7 +65,7 @@ def near_groups(
         digests.add(keys[one])
         first.add(rows[one])
     every, samples = digests.finish(), first.finish()
-    hashed = _hashes(records, caches, frame.pictures[HashRecipe.kind][samples])
+    hashed = _hashes(records, caches, frame.pictures[HashEncoding.kind][samples])
     member = near.groups(hashed, near.DISTANCE, report)
     of_samples = scratch.writer("S16")
     for piece in pieces(len(frame)):
@@ -86,7 +87,7 @@ def leaked(
         CacheError: the hashes are of an earlier rule.
         IntegrityError: a hash is damaged.
     """
-    trained = _hashes(records, caches, np.unique(frame.pictures[HashRecipe.kind]))
+    trained = _hashes(records, caches, np.unique(frame.pictures[HashEncoding.kind]))
     theirs = hashes_of(part)
     member = near.groups(np.concatenate([trained, theirs]), near.DISTANCE, report)
     return int(np.isin(member[len(trained) :], member[: len(trained)]).sum()), int(is_flat(theirs).sum())
@@ -99,8 +100,8 @@ def is_flat(hashed: np.ndarray) -> np.ndarray:
 
 def hashes_of(snapshot: Snapshot) -> np.ndarray:
     """The hashes of all samples, (n, 49) uint16, read in the order of storage. Errors as of `leaked`."""
-    check_rule(snapshot.head.recipes_by_kind.values())
-    kind, count = HashRecipe.kind, len(snapshot)
+    check_rule(snapshot.head.encodings_by_kind.values())
+    kind, count = HashEncoding.kind, len(snapshot)
     chunks = (np.arange(start, min(start + CHUNK_ROWS, count)) for start in range(0, count, CHUNK_ROWS))
     places = concatenated([snapshot.columns(rows, [kind]).pictures[kind] for rows in chunks])
     order, reader = np.lexsort((places["offset"], places["shard"])), snapshot.reader(kind)
@@ -140,7 +141,7 @@ def alike(snapshot: Snapshot, row: int) -> Alike:
         CacheError: they are of an earlier rule.
         IntegrityError: a hash is damaged.
     """
-    if HashRecipe.kind not in snapshot.pictures:
+    if HashEncoding.kind not in snapshot.pictures:
         raise ConfigError(
             f"snapshot {snapshot.id[:12]} has no hashes of pictures",
             found=", ".join(snapshot.pictures),
@@ -158,31 +159,31 @@ def alike(snapshot: Snapshot, row: int) -> Alike:
     return Alike(pictures, bool(flat[row]), int(np.count_nonzero(flat)) - int(flat[row]))
 
 
-def has_hashes(recipes: Iterable[Recipe]) -> bool:
+def has_hashes(encodings: Iterable[Encoding]) -> bool:
     """Tell whether there are hashes that this version compares."""
-    return any(isinstance(recipe, HashRecipe) and recipe.is_compared for recipe in recipes)
+    return any(isinstance(encoding, HashEncoding) and encoding.is_compared for encoding in encodings)
 
 
-def check_rule(recipes: Iterable[Recipe]) -> None:
+def check_rule(encodings: Iterable[Encoding]) -> None:
     """Refuse hashes of an earlier rule.
 
     Raises:
         CacheError: says how to make them again.
     """
-    for recipe in recipes:
-        if isinstance(recipe, HashRecipe) and not recipe.is_compared:
+    for encoding in encodings:
+        if isinstance(encoding, HashEncoding) and not encoding.is_compared:
             raise CacheError(
                 "the hashes of the pictures are of an earlier version, and cannot be compared with those of this one",
                 expected=RULE,
-                found=recipe.rule,
+                found=encoding.rule,
                 fix=f"{ANEW}, then sana-pipe bucket",
             )
 
 
 def _hashes(records: EncodedRecords, caches: Sequence[Cache], rows: np.ndarray) -> np.ndarray:
     """The hashes of some rows of the index, (n, 49) uint16."""
-    recipe = next(recipe for recipe in records.pictures if recipe.kind == HashRecipe.kind)
+    encoding = next(encoding for encoding in records.pictures if encoding.kind == HashEncoding.kind)
     hashed, count = np.empty((len(rows), LENGTH), np.uint16), np.full(len(rows), LENGTH)
-    for some, values, _ in read_records(recipe, records.indexes[recipe.kind], caches, rows, count, ()):
+    for some, values, _ in read_records(encoding, records.indexes[encoding.kind], caches, rows, count, ()):
         hashed[some] = values.reshape(hashed[some].shape)
     return hashed

@@ -17,8 +17,8 @@ from pipeline.data.cache.cache import CAPTIONS, Cache
 from pipeline.data.cache.prompts import PromptSet
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.loader.inputs import Inputs, check_pictures, leaked
-from pipeline.data.signals.control import ControlRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.control import ControlEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.data.snapshots import heldout
 from pipeline.data.sources import caption_rules
 
@@ -34,7 +34,7 @@ def unused_records(snapshot: Snapshot, used: Sequence[str]) -> Iterator[str]:
     """Notes on masks and controls of a snapshot that a training does not use.
 
     Args:
-        used: the kinds of further pictures that it does.
+        used: the kinds of control pictures and masks that it does.
     """
     for kind, option in _UNUSED.items():
         if kind in snapshot.pictures and kind not in used:
@@ -55,7 +55,7 @@ def held_out(cache: Cache, snapshot: Snapshot, name: str | None, samples: int, l
         samples: how many are read, at most.
 
     Raises:
-        ConfigError: there is none, or it is of other recipes.
+        ConfigError: there is none, or it is of other encodings.
     """
     name = name or heldout.find(cache, snapshot)
     if name is None:
@@ -116,16 +116,16 @@ def prompts_to_draw(cache: Cache, snapshot: Snapshot, name: str | None) -> Promp
         name: of a set, its id, or `CAPTIONS`; None: the newest set, or captions if there is none.
 
     Raises:
-        CacheError: there is no such set of the snapshot's text recipe.
+        CacheError: there is no such set of the snapshot's text encoding.
     """
-    recipe = snapshot.recipe(TextRecipe)
+    encoding = snapshot.encoding(TextEncoding)
     if name is None and prompt_sets.newest(cache, prompt_sets.NAME) is None:
         name = CAPTIONS
     if name != CAPTIONS:
-        chosen = prompt_sets.open_prompts(cache, name, recipe)
+        chosen = prompt_sets.open_prompts(cache, name, encoding)
         return Prompts(chosen.id, [chosen], f"{len(chosen)} prompts of set {chosen.id[:12]}")
     sets = [prompt_sets.of_snapshot(snapshot, _CAPTIONS)]
-    if (trigger := prompt_sets.newest(cache, prompt_sets.TRIGGER)) is not None and trigger.recipe == recipe:
+    if (trigger := prompt_sets.newest(cache, prompt_sets.TRIGGER)) is not None and trigger.encoding == encoding:
         sets.append(trigger)
     counted = f"{len(sets[0])} captions of the snapshot" + "".join(f", {len(more)} prompts" for more in sets[1:])
     return Prompts(CAPTIONS, sets, counted)
@@ -140,7 +140,7 @@ def controls_to_draw(snapshot: Snapshot, size: tuple[int, int] | None) -> Prompt
     Raises:
         ConfigError: the snapshot has no controls, or no such bucket.
     """
-    check_pictures([snapshot], [ControlRecipe.kind])
+    check_pictures([snapshot], [ControlEncoding.kind])
     buckets = snapshot.buckets
     fitting = [n for n, each in enumerate(buckets) if each.samples and size in (None, (each.height, each.width))]
     if not fitting:
@@ -163,12 +163,12 @@ def preserved_rows(cache: Cache, snapshot: Snapshot, prompts: Sequence[str]) -> 
     Raises:
         ConfigError: the cache has none of a prompt.
     """
-    recipe, found = snapshot.recipe(TextRecipe), []
+    encoding, found = snapshot.encoding(TextEncoding), []
     for prompt in prompts:
-        rows = prompt_sets.find_rows(cache, recipe, prompt, caption_rules.normalise)
+        rows = prompt_sets.find_rows(cache, encoding, prompt, caption_rules.normalise)
         if rows is None:
             raise ConfigError(
-                f"train.preserve.prompt: the cache holds no record of {prompt!r} by the snapshot's text recipe",
+                f"train.preserve.prompt: the cache holds no record of {prompt!r} by the snapshot's text encoding",
                 fix="sana-pipe encode --prompts FILE --prompts-name preserve, with these prompts as lines of FILE",
             )
         found.append(rows)

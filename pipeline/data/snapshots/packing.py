@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from pipeline.base.errors import CacheError, UserError
 from pipeline.data.cache import index, layout
-from pipeline.data.cache.cache import Cache, Unit, WorkPlan
+from pipeline.data.cache.cache import Cache, Unit, WorkList
 from pipeline.data.cache.codec import PLAIN
 from pipeline.data.cache.joint import JointWriter, Payload
 from pipeline.data.cache.layout import Paths
@@ -47,7 +47,7 @@ def folder_of(snapshot: Snapshot, mib: int) -> str:
     return f"{layout.PACKED}{layout.digest('pack', snapshot.head.content, str(mib)).hex()}"
 
 
-def planned(cache: Cache, snapshot: Snapshot, mib: int) -> WorkPlan:
+def planned(cache: Cache, snapshot: Snapshot, mib: int) -> WorkList:
     """The plan of packing a snapshot into shards of about `mib` MiB; the same for every process.
 
     Raises:
@@ -94,12 +94,12 @@ def _stored(places: Places, count: int, shape: tuple[int, ...]) -> int:
     return 2 * count * math.prod(shape) if lengths is None else int(lengths.sum())
 
 
-def source_of(cache: Cache, plan: WorkPlan) -> str:
+def source_of(cache: Cache, plan: WorkList) -> str:
     """The id of the snapshot that a plan packs."""
     return cache.table(plan.table).column("snapshot")[0].as_py()
 
 
-def _blocks(cache: Cache, plan: WorkPlan) -> list[int]:
+def _blocks(cache: Cache, plan: WorkList) -> list[int]:
     """Samples per shard, for each bucket."""
     return cache.table(plan.table).column("blocks")[0].as_py()
 
@@ -129,13 +129,13 @@ class Packer:
         snapshot: what is packed.
     """
 
-    def __init__(self, cache: Cache, snapshot: Snapshot, plan: WorkPlan):
+    def __init__(self, cache: Cache, snapshot: Snapshot, plan: WorkList):
         self.cache, self.snapshot, self.plan = cache, snapshot, plan
         self._readers = {kind: snapshot.reader(kind, ranged=True) for kind in snapshot.pictures}
         self._texts = snapshot.reader(snapshot.caption.kind, ranged=True)
         self._blocks = _blocks(cache, plan)
 
-    def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+    def make(self, plan: WorkList, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
         """`pack_unit`, as `work.engine` calls it. progress: called with (samples, 0)."""
         commit = self.pack_unit(unit)
         progress(unit.count, 0)
@@ -148,7 +148,7 @@ class Packer:
             IntegrityError: a record of the snapshot is damaged.
         """
         snapshot, plan, files = self.snapshot, self.plan, self.cache.files
-        with JointWriter(files, plan.recipe, unit.unit, snapshot.head.recipes_by_kind) as writer:
+        with JointWriter(files, plan.encoding, unit.unit, snapshot.head.encodings_by_kind) as writer:
             if unit.start == len(snapshot):
                 null = snapshot.null
                 writer.add_null(_record(self._texts, null, (null.rows, snapshot.caption.width)), null.valid)
@@ -156,13 +156,13 @@ class Packer:
                 self._add_samples(writer, self.rows(unit).tolist())
             made = writer.finish()
         commit = replace(index.commit_of(files, unit.unit, made), records=unit.count)
-        index.publish_commit(files, plan.recipe, plan.number, commit)
+        index.publish_commit(files, plan.encoding, plan.number, commit)
         return commit
 
     def restore(self, shard: str) -> bool:
         """Write a damaged or missing shard of the plan again. Returns whether it has the same bytes as before."""
         units = {unit.unit: unit for unit in self.plan.units}
-        for commit in index.commits(self.cache.files, self.plan.recipe, self.plan.number):
+        for commit in index.commits(self.cache.files, self.plan.encoding, self.plan.number):
             if commit.shard == shard:
                 return self.pack_unit(units[commit.unit]).shard == shard
         return False
@@ -172,7 +172,7 @@ class Packer:
         for run in _runs(self.snapshot.buckets, self._blocks):
             if run.first <= unit.start < run.first + run.samples:
                 places = np.arange(unit.start - run.first, unit.start - run.first + unit.count)
-                return run.first + permute(places, run.samples, "pack", self.plan.recipe, *run.key)
+                return run.first + permute(places, run.samples, "pack", self.plan.encoding, *run.key)
         raise IndexError(f"no bucket holds row {unit.start}")
 
     def _add_samples(self, writer: JointWriter, rows: list[int]) -> None:
@@ -213,9 +213,9 @@ def _record(reader: ShardReader, place: RecordPlace | TextPlace, shape: tuple[in
     return Payload(place.key, place.checksum, payload, shape)
 
 
-def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan) -> Head:
+def assembled(cache: Cache, snapshot: Snapshot, plan: WorkList) -> Head:
     """The head of the packed snapshot; writes its chunks. Every unit must be committed."""
-    done = {commit.unit: commit for commit in index.commits(cache.files, plan.recipe, plan.number)}
+    done = {commit.unit: commit for commit in index.commits(cache.files, plan.encoding, plan.number)}
     commits = [done[unit.unit] for unit in plan.units]
     shards = [str(commit.shard) for commit in commits]
     sizes = [commit.bytes for commit in commits]
@@ -228,7 +228,7 @@ def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan) -> Head:
         parent=snapshot.id,
         policies=replace(head.policies, packed=PackedOrder(WINDOW)),
         buckets=tuple(replace(bucket, block=block) for bucket, block in zip(head.buckets, blocks, strict=True)),
-        folder=plan.recipe,
+        folder=plan.encoding,
         shards={kind: of_text if kind == snapshot.caption.kind else of_pictures for kind in head.shards},
         null=TextPlace(shards[-1], null["offset"], null["rows"], null["valid"], null["key"], null["checksum"], length),
         chunks=ChunkTable.of(_chunks(cache, snapshot, commits[:-1])),
@@ -237,7 +237,7 @@ def assembled(cache: Cache, snapshot: Snapshot, plan: WorkPlan) -> Head:
 
 def _chunks(cache: Cache, snapshot: Snapshot, commits: list[index.Commit]) -> Iterator[Chunk]:
     """Write the rows of all units, cut into chunks."""
-    schema = samples_schema(snapshot.head.recipes_by_kind.values())
+    schema = samples_schema(snapshot.head.encodings_by_kind.values())
     waiting: list[tuple[pa.Table, pa.Table]] = []
     rows = 0
     for number, commit in enumerate(commits):

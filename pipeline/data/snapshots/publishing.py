@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.data.cache.adopt import adopt, bring
 from pipeline.data.cache.layout import Paths
 from pipeline.data.cache.snapshot_head import check_sizes
-from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.snapshots import selection
 from pipeline.data.snapshots.frames import pieces
 from pipeline.data.snapshots.inputs import Inputs
@@ -49,7 +49,7 @@ def publish(
         "unchanged": snapshot_id is not None and snapshot_id == before,
         "name": name,
         "samples": head.samples,
-        "further": [kind for kind in made.frame.pictures if kind != LatentRecipe.kind],
+        "further": [kind for kind in made.frame.pictures if kind != LatentEncoding.kind],
         "repeated_pictures": repeated,
         "steps_per_epoch": sum(float(row.steps) for row in rows),
         "buckets": [{**asdict(row), "steps": float(row.steps), "crop": float(row.crop)} for row in rows],
@@ -95,7 +95,7 @@ def _adopt(made: Made, inputs: Inputs, dry_run: bool) -> int:
             sizes = {name: size for name, size in shards if cache_of[name] == number}
             total += sum(sizes.values())
             if not dry_run:
-                adopt(cache, other, index.recipe, set(sizes))
+                adopt(cache, other, index.encoding, set(sizes))
     for other in () if dry_run else others:
         tables = {body["table"] for source in other.sources() if (body := other.last_scan(source)) is not None}
         for digest in tables & set(head.sources.values()):

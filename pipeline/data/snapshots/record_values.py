@@ -8,15 +8,15 @@ import numpy as np
 
 from pipeline.data.cache.cache import Cache
 from pipeline.data.cache.codec import PLAIN
+from pipeline.data.cache.encodings import Encoding
 from pipeline.data.cache.index import RecordIndex
-from pipeline.data.cache.recipes import Recipe
 from pipeline.data.cache.shard import ShardReader
 
 READ_BYTES = 64 << 20
 
 
 def read_records(
-    recipe: Recipe,
+    encoding: Encoding,
     index: RecordIndex,
     caches: Sequence[Cache],
     rows: np.ndarray,
@@ -36,10 +36,10 @@ def read_records(
         IntegrityError: a record is damaged.
     """
     most = max(1, READ_BYTES // (2 * int(np.prod(shape)) * max(1, int(count.max(initial=1)))))
-    names = ["shard", "offset", "key", "checksum", *([] if recipe.storage == PLAIN else ["length"])]
+    names = ["shard", "offset", "key", "checksum", *([] if encoding.storage == PLAIN else ["length"])]
     cache_of = index.caches[index.columns["shard"][rows]]
     for number, cache in enumerate(caches):
-        reader, ours = ShardReader(cache.files, index.recipe), np.flatnonzero(cache_of == number)
+        reader, ours = ShardReader(cache.files, index.encoding), np.flatnonzero(cache_of == number)
         ours = ours[np.lexsort((index.columns["offset"][rows[ours]], index.columns["shard"][rows[ours]]))]
         for start in range(0, len(ours), most):
             some = ours[start : start + most]

@@ -166,7 +166,7 @@ def deduplicated(
     Args:
         keys: (n,) S16, of the samples' groups; None: their digests.
         keep_captions: the one picture gets the captions of what is left out.
-        kept: (n,) bool, samples that stay beside it; None: none.
+        kept: (n,) bool, samples that stay next to it; None: none.
         listed: gets all groups.
 
     Returns:

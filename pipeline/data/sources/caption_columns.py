@@ -4,7 +4,7 @@ Data sets have several captions per picture (short, long, of different captioner
 than choosing one for good, so a cache holds all of them. The weight of a column is its share (Sana's `proportion`),
 which the entries of a list share. Candidates with scores (Sana's `clipscore`) of at least `SCORE_THRESHOLD` are
 drawn in proportion to weight * score ** `SCORE_POWER`; if all are lower, the best alone. One without a score is never
-drawn beside scored ones. What is never drawn is not encoded, and counted.
+drawn next to scored ones. What is never drawn is not encoded, and counted.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class CaptionRule:
 
     @property
     def text_weight(self) -> float | None:
-        """Weight of the text file beside a picture; None if text files are not used."""
+        """Weight of the text file next to a picture; None if text files are not used."""
         return dict(self.fields).get(TEXT_FILE) if self.listed else 1.0
 
     def identity(self) -> str:
@@ -194,7 +194,7 @@ class CaptionRule:
                 )
 
     def text_file(self, text: str, scores: dict[str, Any] | None = None) -> list[CaptionCandidate]:
-        """The candidates from the text file beside a picture. scores: by column; NVlabs call this caption `prompt`."""
+        """The candidates from the text file next to a picture. scores: by column; NVlabs call this caption `prompt`."""
         self.seen.add(TEXT_FILE)
         score = (scores or {}).get(TEXT_FILE, (scores or {}).get("prompt"))
         texts, weight = self._lines(text), self.text_weight or 1.0

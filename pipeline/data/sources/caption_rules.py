@@ -1,8 +1,8 @@
 """Text rules before the text encoder: instruction, normalisation, and the choice among captions.
 
-Why two recipes: `SanaPipeline` of diffusers lower-cases and strips the prompt and quotes one phrase of the instruction
-with single quotes; NVlabs' trainer does neither. A model should be trained on the rows that it gets at inference, so
-`diffusers` is the default; `nvlabs` continues a training that NVlabs' code began.
+Why two ways of prompting: `SanaPipeline` of diffusers lower-cases and strips the prompt and quotes one phrase of the
+instruction with single quotes; NVlabs' trainer does neither. A model should be trained on the rows that it gets at
+inference, so `diffusers` is the default; `nvlabs` continues a training that NVlabs' code began.
 Price: with `diffusers` the capitals of a caption do not reach the model, as at inference.
 """
 
@@ -44,7 +44,7 @@ INSTRUCTIONS: dict[str, str] = {
     "diffusers": _INSTRUCTION.replace("{quote}", "'"),
     "nvlabs": _INSTRUCTION.replace("{quote}", '"'),
 }
-"""Recipe name -> the instruction (1,057 characters, with a space at the end)."""
+"""Prompting -> the instruction (1,057 characters, with a space at the end)."""
 _FLAGS = re.compile(
     r"(?<!\S)--(?:[A-Za-z]{1,2}|seed|steps|width|height|neg|negative|niji|style|stylize|chaos)(?=[\s=]|$)"
 )
@@ -53,29 +53,29 @@ _ASCII_SPACE = "".join(character for character in map(chr, range(128)) if charac
 
 
 def instruction(config: TextConfig) -> str:
-    """The text before every caption: the configured one, else the recipe's."""
-    return INSTRUCTIONS[config.recipe] if config.instruction is None else config.instruction
+    """The text before every caption: the configured one, else that of the prompting."""
+    return INSTRUCTIONS[config.prompting] if config.instruction is None else config.instruction
 
 
-def normalise(caption: str, recipe: str) -> str:
+def normalise(caption: str, prompting: str) -> str:
     """The caption as the tokenizer receives it, without the instruction.
 
     `diffusers`: lower case, surrounding whitespace removed (SanaPipeline, `clean_caption=False`); `nvlabs`: unchanged.
     """
-    if recipe == "diffusers":
+    if prompting == "diffusers":
         return caption.lower().strip()
-    if recipe == "nvlabs":
+    if prompting == "nvlabs":
         return caption
-    raise ValueError(f"unknown text recipe {recipe!r}; known: {', '.join(INSTRUCTIONS)}")
+    raise ValueError(f"unknown prompting {prompting!r}; known: {', '.join(INSTRUCTIONS)}")
 
 
-def normalise_all(captions: pa.Array, recipe: str) -> pa.Array:
+def normalise_all(captions: pa.Array, prompting: str) -> pa.Array:
     """`normalise` of many captions (strings without null)."""
-    if recipe != "diffusers":
-        return pa.array([normalise(caption, recipe) for caption in captions.to_pylist()], captions.type)
+    if prompting != "diffusers":
+        return pa.array([normalise(caption, prompting) for caption in captions.to_pylist()], captions.type)
     other = pc.invert(pc.string_is_ascii(captions))  # Arrow knows other lower-case letters than Python
     normalised = pc.ascii_trim(pc.ascii_lower(captions), characters=_ASCII_SPACE)
-    rest = [normalise(caption, recipe) for caption in captions.filter(other).to_pylist()]
+    rest = [normalise(caption, prompting) for caption in captions.filter(other).to_pylist()]
     return pc.replace_with_mask(normalised, other, pa.array(rest, captions.type)) if rest else normalised
 
 

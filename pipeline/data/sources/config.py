@@ -12,7 +12,7 @@ from pipeline.base.config import Channel, NotNegative, Place, Positive, Section,
 
 
 class TagsConfig(Section):
-    """Variants of captions that are tag lists (`1girl, solo, outdoors`), encoded beside the original, which keeps its
+    """Variants of captions that are tag lists (`1girl, solo, outdoors`), encoded next to the original, which keeps its
     order. Sentences stay as they are."""
 
     shuffle: Positive = 4
@@ -24,16 +24,16 @@ class TagsConfig(Section):
 
 
 WAYS = ("suffix", "folder", "column", "made")
-"""The options that say where a further picture is."""
+"""The options that say where a control picture or mask is."""
 
 
-class FurtherConfig(Section):
-    """The place of a further picture of each sample: `suffix`, `folder`, `column` or `made`, one of them. It is cropped
-    and resized as the sample's picture, so it must show the same area; its size in pixels may differ."""
+class ControlOrMaskConfig(Section):
+    """The place of a control picture or mask of each sample: `suffix`, `folder`, `column` or `made`, one of them. It is
+    cropped and resized as the sample's picture, so it must show the same area; its size in pixels may differ."""
 
     suffix: str | None = None
-    """The end of its name that the picture's name lacks: `.control` for `x.control.png` (in a tar, too) beside `x.jpg`,
-    `-masklabel` for `x-masklabel.png`."""
+    """The end of its name that the picture's name lacks: `.control` for `x.control.png` (in a tar, too) next to
+    `x.jpg`, `-masklabel` for `x-masklabel.png`."""
     folder: Place | None = None
     """The folder, relative to the data, that has it under the picture's name: with `edges`, `edges/x.png` is that of
     `x.jpg` and of `photos/x.jpg`."""
@@ -61,22 +61,22 @@ class FurtherConfig(Section):
         return self
 
 
-class ControlPictureConfig(FurtherConfig):
+class ControlPictureConfig(ControlOrMaskConfig):
     """The control picture of a ControlNet."""
 
     made: Literal["canny"] | None = None
     """canny: the edges of the sample's picture, made by OpenCV (`pip install 'sana-pipe[control]'`)."""
 
 
-class MaskPictureConfig(FurtherConfig):
+class MaskPictureConfig(ControlOrMaskConfig):
     """The mask of a masked loss: white is learned, black is not."""
 
     made: Literal["alpha"] | None = None
     """alpha: the transparency of the sample's picture; what is opaque is learned."""
 
 
-class FurtherPictures(Section):
-    """Further pictures of each sample, which `encode` makes records of."""
+class ControlsAndMasks(Section):
+    """Control pictures and masks of each sample, which `encode` makes records of."""
 
     control: ControlPictureConfig | None = None
     """The control picture; its latents train a ControlNet."""
@@ -96,7 +96,7 @@ class DataConfig(Section):
     commas."""
     caption_weights: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Several caption columns with their weights, such as `{short: 1, long: 3}`; replaces `caption_field`. `txt` is the
-    text file beside a picture."""
+    text file next to a picture."""
     caption_scores: dict[str, str] = {}
     """The score column of a caption column, such as `{long: clip}`: captions are then drawn by Sana's rule for CLIP
     scores: in proportion to score^10, and none below 25, unless all are; then the best is."""
@@ -117,8 +117,8 @@ class DataConfig(Section):
     """The column of a table that holds the picture or its file name; null: chosen by type and name."""
     image_root: Place | None = None
     """The folder that a table's file names are relative to; null: the table's folder."""
-    pictures: FurtherPictures = FurtherPictures()
-    """Further pictures of each sample."""
+    pictures: ControlsAndMasks = ControlsAndMasks()
+    """Control pictures and masks of each sample."""
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
     """Colour behind transparent pixels (red, green, blue)."""
     max_pixels: Positive = 200_000_000
@@ -126,7 +126,7 @@ class DataConfig(Section):
     takes up to 16 bytes a pixel, of these two 32, and `encode.workers` pictures are decoded at once."""
     decoder: Literal["auto", "vips", "pillow"] = "auto"
     """vips is fast. auto: vips where it can be imported, but an existing cache keeps its decoder. The pixels differ by
-    rounding, so the decoder is part of the recipe."""
+    rounding, so the decoder is part of the encoding."""
     min_side: Positive | None = None
     """Pictures with a shorter side below this many pixels are left out; null: none."""
     max_upscale: Annotated[float, Field(gt=0)] | None = None

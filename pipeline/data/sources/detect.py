@@ -280,7 +280,7 @@ def _format_of_folder(given: Given, data: str) -> tuple[Format, list[str]]:
 
 
 def _tell_of(given: Given, tables: Iterable[str], tars: Iterable[str]) -> bool:
-    """Return whether tables without pictures lie beside tars of the same names, as img2dataset writes them."""
+    """Return whether tables without pictures lie next to tars of the same names, as img2dataset writes them."""
     names, parquet = {*map(stem, tars)}, formats()["parquet"]
     return all(stem(table) in names and not parquet.names(given, table) for table in tables)
 
@@ -306,7 +306,7 @@ class _Beside:
 
     @property
     def loose(self) -> list[str]:
-        """The few files at the top that may have the captions of all pictures, where none has a file beside it."""
+        """The few files at the top that may have the captions of all pictures, where none has a file next to it."""
         if not self.pictures.isdisjoint(self.captions.values()):
             return []
         files = sorted(file for file in self.captions if "/" not in file)

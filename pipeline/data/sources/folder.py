@@ -1,4 +1,4 @@
-"""A folder of image files with captions in text or .json files beside them, or in metadata.jsonl / metadata.csv."""
+"""A folder of image files with captions in text or .json files next to them, or in metadata.jsonl / metadata.csv."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ SIDECAR_BATCH = 256
 
 
 _PICTURE, _SISTER, TEXT, OBJECT, _PREFIXED = "", "!", "0", "1", "2"
-"""Kinds of files, in the order in which those of one name are sorted: a picture, one whose further picture is in
-another folder, and caption files by precedence: text, X.json, and .json with a longer name than the picture's. Behind
-them come the further pictures, by `Further.kind`."""
+"""Kinds of files, in the order in which those of one name are sorted: a picture, one whose control picture or mask is
+in another folder, and caption files by precedence: text, X.json, and .json with a longer name than the picture's.
+Behind them come the control pictures and masks, by `Further.kind`."""
 
 _PICTURES = pa.schema([("item", pa.string())])
 FILES = pa.schema([("base", pa.string()), ("kind", pa.string()), ("name", pa.string())])
@@ -92,8 +92,8 @@ _BESIDE = pa.schema([("item", pa.string()), ("kind", pa.string()), ("name", pa.s
 
 
 class _Found:
-    """Files of a folder while it is listed. beside: captions and further pictures, with the `base` of their pictures;
-    refused: pictures among the rejects; linked: folders that are links."""
+    """Files of a folder while it is listed. beside: captions, control pictures and masks, with the `base` of their
+    pictures; refused: pictures among the rejects; linked: folders that are links."""
 
     def __init__(self, scratch: Scratch):
         self.beside, self.rejects = scratch.row_writer(FILES), scratch.row_writer(REJECTS)
@@ -103,17 +103,17 @@ class _Found:
 
 
 class Listing:
-    """The pictures of a source with the files beside them, in temporary files.
+    """The pictures of a source with the files next to them, in temporary files.
 
     Args:
         pictures: names in any order, each once.
-        beside: caption files and further pictures, columns of `FILES`; called after the last picture.
-        further: the kinds of further pictures.
+        beside: caption files, control pictures and masks, columns of `FILES`; called after the last picture.
+        further: the kinds of control pictures and masks.
         rows: what the metadata files say about the pictures; set before items are asked for.
 
     Attributes:
-        others: pictures that rows name as further pictures.
-        rejects: columns `item` and `reason`, ascending by item. orphans: files beside no picture; loose: the caption
+        others: pictures that rows name as control pictures and masks.
+        rejects: columns `item` and `reason`, ascending by item. orphans: files next to no picture; loose: the caption
             files among them, as of `Source.loose`. shared: caption files of several pictures.
     """
 
@@ -158,7 +158,7 @@ class Listing:
         return [None] * len(keys) if self.rows is None else self.rows.find(keys)
 
     def beside(self, keys: list[str]) -> list[dict[str, list[str]]]:
-        """The files beside some pictures: names by kind."""
+        """The files next to some pictures: names by kind."""
         kinds, names = (self._beside.table.column(column) for column in ("kind", "name"))
         result: list[dict[str, list[str]]] = [{} for _ in keys]
         for files, rows in zip(result, self._beside.every(keys), strict=True):
@@ -448,7 +448,7 @@ class FolderSource(Source):
                 others = {key for key, row in zip(keys, listing.others.find(keys).tolist(), strict=True) if row >= 0}
             for picture in pictures:
                 if picture.key in others and picture.rows is None and not picture.captions:
-                    continue  # a further picture of another one
+                    continue  # a control picture or mask of another one
                 contents = {name: read_sidecar(name, data[name]) for name in picture.captions}
                 item = self._item(picture.key, contents, picture.rows)
                 yield self._with_further(item, picture.further) if isinstance(item, Item) else item
@@ -533,7 +533,7 @@ def _owners(file: str, pictures: list[str]) -> list[str]:
 
 
 def _of_further(one: Further, file: str, pictures: list[str]) -> list[str]:
-    """The pictures that a further picture belongs to: of some whose names differ in case those that it has."""
+    """The pictures that a control picture or mask belongs to: of some whose names differ in case those that it has."""
     if one.folder is not None:
         owner = (one.owner(file) or "").lower()
         pictures = [picture for picture in pictures if owner in map(str.lower, one.owners(picture))]

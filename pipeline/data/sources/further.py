@@ -1,4 +1,4 @@
-"""Further pictures of a sample (`data.pictures`): how a source finds them beside the picture."""
+"""Control pictures and masks of a sample (`data.pictures`): how a source finds them next to the picture."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeline.base.errors import UserError
-from pipeline.data.sources.config import FurtherConfig, FurtherPictures
+from pipeline.data.sources.config import ControlOrMaskConfig, ControlsAndMasks
 from pipeline.data.sources.filenames import base, composed
 
 
 @dataclass(frozen=True)
 class Further:
-    """A kind of further pictures. One of `suffix`, `folder` and `column` is set, as in `FurtherConfig`."""
+    """A kind of control pictures and masks. One of `suffix`, `folder` and `column` is set, as in
+    `ControlOrMaskConfig`."""
 
     kind: str
     suffix: str | None
@@ -50,7 +51,7 @@ class Further:
         )
 
     def owner(self, name: str) -> str | None:
-        """The `base` of the pictures that a file is the further picture of; None: it is none by its name."""
+        """The `base` of the pictures that a file is the control picture or mask of; None: it is none by its name."""
         if self.folder is not None:
             above, inside, below = f"/{name}".partition(f"/{self.folder.strip('/')}/")
             return base(f"{above}/{below}"[1:]) if inside else None
@@ -60,7 +61,7 @@ class Further:
         return base(f"{picture}.png") if is_further else None
 
     def owners(self, key: str) -> list[str]:
-        """Return what `owner` may give for the further picture of a picture. A folder `train/masks` is beside
+        """Return what `owner` may give for the control picture or mask of a picture. A folder `train/masks` is next to
         `train/images`, too: a picture's name without `train` counts."""
         if self.folder is None:
             return [base(key)]
@@ -72,7 +73,7 @@ class Further:
         return list(dict.fromkeys(names))
 
     def nearest(self, file: str, pictures: list[str]) -> list[str]:
-        """List the pictures that are below the folder in which the folder of a further picture is."""
+        """List the pictures that are below the folder in which the folder of a control picture or mask is."""
         if self.folder is None or "/" not in self.folder.strip("/"):
             return pictures
         above = file[: f"/{file}".find(f"/{self.folder.strip('/')}/")] + self.folder.strip("/").rpartition("/")[0]
@@ -86,9 +87,9 @@ def sisters(key: str) -> list[str]:
     return ["/".join([*parts[:place], *parts[place + 1 :]]) for place in range(len(parts) - 1)]
 
 
-def wanted(pictures: FurtherPictures) -> tuple[Further, ...]:
+def wanted(pictures: ControlsAndMasks) -> tuple[Further, ...]:
     """Return those that a source has to find; what is made from the sample's picture is none of them."""
-    every: Iterable[tuple[str, FurtherConfig | None]] = pictures
+    every: Iterable[tuple[str, ControlOrMaskConfig | None]] = pictures
     return tuple(
         Further(kind, given.suffix, given.folder, given.column, given.required)
         for kind, given in every
@@ -107,6 +108,6 @@ def check(further: Iterable[Further], ways: frozenset[str], format: str) -> None
     for one in further:
         if one.way not in ways:
             raise UserError(
-                f"{one.option}: further pictures of a source of the format {format} are not found this way",
+                f"{one.option}: control pictures and masks of a source of the format {format} are not found this way",
                 expected=" or ".join(f"data.pictures.{one.kind}.{way}" for way in sorted(ways)) or "none",
             )

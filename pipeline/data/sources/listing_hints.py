@@ -17,7 +17,7 @@ from pipeline.data.sources.metadata_files import NAME_COLUMNS, first_row
 
 ENDINGS = ("json", "jsonl", "ndjson", "csv", "tsv", "txt")
 CONTROL = {"source": "target", "conditioning_image": "image", "control": "image"}
-"""Columns of control pictures, and of the pictures beside them."""
+"""Columns of control pictures, and of the pictures next to them."""
 
 
 def refuse(filesystem: Filesystem, file: str, pictures: pa.ChunkedArray, rule: CaptionRule) -> None:

@@ -75,7 +75,7 @@ class MetadataReader:
     """Reads metadata files of one source. Rows that name pictures and rejects are in temporary files.
 
     Attributes:
-        column_names: the columns that name further pictures. others: those, column `item`.
+        column_names: the columns that name control pictures and masks. others: those, column `item`.
         columns: of the file that is read, in order of appearance, as far as its rows have been read.
 
     Args:
@@ -132,7 +132,7 @@ class MetadataReader:
 
     def key(self, where: str, row: dict[str, Any], picture: str, folder: str) -> str | None:
         """The key of the file that a row names relative to `folder`; None, and a reject, if it must not be used. Names
-        of further pictures become keys in the row. picture: the column.
+        of control pictures and masks become keys in the row. picture: the column.
 
         Raises:
             UserError: the first name of the file is a picture on a web server.

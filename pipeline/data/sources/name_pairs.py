@@ -22,7 +22,7 @@ from pipeline.data.sources.filenames import composed, extension, stem
 PLACES = 3
 """Words at either end of a name that are tried."""
 NEIGHBOURS = 50
-"""Folders beside or below a folder that are tried."""
+"""Folders next to or below a folder that are tried."""
 
 _WORD = re.compile(r"[A-Za-z]+[-_. ]*")
 _END = re.compile(r"[-_. ](?=\w)")

@@ -1,9 +1,9 @@
 """Read what the names of pictures say: masks, control pictures, and regularisation pictures among the pictures of a
 source.
 
-`x-masklabel.png` beside `x.jpg` and `masks/x.png` beside `images/x.jpg` are further pictures of `x.jpg`, if they have
+`x-masklabel.png` next to `x.jpg` and `masks/x.png` next to `images/x.jpg` belong to `x.jpg`, if they have
 no caption themselves. Folders called `reg` hold pictures that keep what a class looks like (kohya's sd-scripts).
-Price: of pictures without a caption that may be further ones `SAMPLED` are compared with the others' names; whatever
+Price: of pictures without a caption that may be such `SAMPLED` are compared with the others' names; whatever
 the number of pictures, that takes a few passes of Arrow over the names, some rows at a time, and none where every
 picture has a caption.
 """
@@ -27,7 +27,7 @@ from pipeline.data.sources.reject_kinds import Kinds
 SAMPLED = 500
 """Pictures whose names are compared with all others."""
 SIBLINGS = 50
-"""Folders beside a folder that are compared with it."""
+"""Folders next to a folder that are compared with it."""
 
 MASK, CONTROL, REGULARISATION, UNKNOWN = "mask", "control", "regularisation", ""
 CAPTION = "caption"
@@ -54,8 +54,8 @@ class Pattern:
     """Pictures that are something else by their names.
 
     Attributes:
-        kind: `MASK`, `CONTROL`, `REGULARISATION`, or `UNKNOWN` for further pictures of either kind; `CAPTION` for files
-            of text.
+        kind: `MASK`, `CONTROL`, `REGULARISATION`, or `UNKNOWN` where it may be a mask or a control picture; `CAPTION`
+            for files of text.
         way: `suffix` or `folder`; `name` for names that `data.pictures` cannot say. value: as `data.pictures` takes it.
         count: how many. example: such a picture. of: the picture that it belongs to; of a regularisation picture the
             folder of all others, "" if there is none.
@@ -111,7 +111,7 @@ def regularisation(items: pa.ChunkedArray) -> list[Pattern]:
 
 
 def further(items: pa.ChunkedArray, has_caption: pa.ChunkedArray) -> list[Pattern]:
-    """The patterns of further pictures, those of the most pictures first.
+    """The patterns of control pictures and masks, those of the most pictures first.
 
     Args:
         items: names of all pictures. has_caption: booleans.
@@ -156,7 +156,7 @@ def further(items: pa.ChunkedArray, has_caption: pa.ChunkedArray) -> list[Patter
 
 
 def captions(files: Kinds, items: pa.ChunkedArray, has_caption: pa.ChunkedArray) -> list[Pattern]:
-    """The patterns of files of text, beside no picture, that belong to pictures without a caption by their names.
+    """The patterns of files of text, next to no picture, that belong to pictures without a caption by their names.
 
     Args:
         files: by folder and ending, with examples. items, has_caption: as of `further`.

@@ -1,4 +1,4 @@
-"""Caption files beside a picture or a tar: text, a JSON object, or the JSON files of NVlabs' datasets.
+"""Caption files next to a picture or a tar: text, a JSON object, or the JSON files of NVlabs' datasets.
 
 Of `X.jpg` they are `X.txt` and `X.json`; other tools write `X.caption` (kohya's sd-scripts), `X.cap` or `X.jpg.txt`.
 """

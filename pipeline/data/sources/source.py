@@ -1,8 +1,8 @@
 """The protocol of a source: it lists the items of its parts, and reads the bytes at a place, which needs no listing.
 
-`Source` is implemented by `folder` (files beside captions), `tars` (webdataset) and `tables` (parquet and listings).
+`Source` is implemented by `folder` (files next to captions), `tars` (webdataset) and `tables` (parquet and listings).
 Each has a `Format`, from which `detect` chooses for `--data`.
-Price: a listing is in temporary files beside the cache; what an object store other than S3 lists is in memory first.
+Price: a listing is in temporary files next to the cache; what an object store other than S3 lists is in memory first.
 Nothing is dropped silently: what cannot become an item becomes a `Reject` with a reason, and files that are plainly
 not pictures are counted in `ignored`, as are captions that cannot be used of pictures that have another one.
 """
@@ -59,7 +59,8 @@ class Item:
     captions: (text, weight) candidates, at least one; weights are relative.
     meta: other columns of the source, JSON values by column name.
     part, where: as in `Place`.
-    pictures: (kind, place) of each further picture; a place is None if the sample lacks it and need not have it.
+    pictures: (kind, place) of each control picture or mask; a place is None if the sample lacks it and need not have
+    it.
     """
 
     key: str
@@ -153,7 +154,7 @@ class Source(ABC):
     """The columns of tables that hold pictures, too, and are not used."""
 
     further: Sequence[Further] = ()
-    """The further pictures of each item that a listing looks for."""
+    """The control pictures and masks of each item that a listing looks for."""
 
     further_by: frozenset[str] = frozenset()
     """The ways in which it can find them: names of fields of `Further`."""
@@ -174,7 +175,7 @@ class Source(ABC):
     """Files of the last listing that are the caption of several pictures each."""
 
     left_out: Kinds = Kinds()
-    """Files beside the source that are not part of it, by kind."""
+    """Files next to the source that are not part of it, by kind."""
 
     ignored: Kinds = Kinds()
     """The files, members and captions that the last listing skipped, by kind, with `left_out`."""
@@ -223,7 +224,8 @@ class Source(ABC):
         """
 
     def stat_item(self, item: Item) -> tuple[int, int]:
-        """`stat` of an item with its further pictures: the size of its own, and a number that changes with each.
+        """`stat` of an item with its control pictures and masks: the size of its own, and a number that changes with
+        each.
 
         Raises:
             Unreadable: as in `stat`, of any of them.
@@ -269,7 +271,7 @@ class Source(ABC):
 
     @property
     def uses_files(self) -> bool:
-        """Return whether items are files that tables name, so that pictures beside the tables are not left out."""
+        """Return whether items are files that tables name, so that pictures next to the tables are not left out."""
         return False
 
     @contextmanager
@@ -310,8 +312,8 @@ class Source(ABC):
         return None
 
     def _with_further(self, item: Item, found: Mapping[Further, Sequence[Place]]) -> Item | Reject:
-        """An item with its further pictures; a Reject if it lacks a required one, or has several of a kind. found: the
-        places of each of `further`."""
+        """An item with its control pictures and masks; a Reject if it lacks a required one, or has several of a kind.
+        found: the places of each of `further`."""
         pictures = list[tuple[str, Place | None]]()
         for further in self.further:
             places = found[further]

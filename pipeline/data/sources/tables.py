@@ -230,7 +230,7 @@ class ParquetSource(FilesSource):
         """The items of a row group.
 
         Args:
-            others: columns beside the picture.
+            others: columns other than the picture.
             first: the number of the group's first row in the file.
         """
         try:
@@ -255,7 +255,8 @@ class ParquetSource(FilesSource):
                 yield item
 
     def _with_pictures(self, item: Item, row: Place, values: dict[Further, Any]) -> Item | Reject:
-        """An item with its further pictures. row: its place without that of the picture; values: of their columns."""
+        """An item with its control pictures and masks. row: its place without that of the picture; values: of their
+        columns."""
         found: dict[Further, list[Place]] = {}
         for one, value in values.items():
             data, file = _bytes_and_name(value)
@@ -272,7 +273,7 @@ class ParquetSource(FilesSource):
         return self._with_further(item, found)
 
     def _other_columns(self, name: str, table: ParquetFile) -> list[str]:
-        """The columns beside the picture.
+        """The columns other than the picture.
 
         Raises:
             UserError: there is no column of pictures, or none of captions.
@@ -338,7 +339,8 @@ class ParquetSource(FilesSource):
         return bool(name) and not is_object(name) and is_file(self.filesystem, name, folder)
 
     def _item(self, row: Place, values: dict[str, Any], picture: Any) -> Item | Reject:
-        """The item of a row. row: its place without that of the picture; values: of the columns beside the picture."""
+        """The item of a row. row: its place without that of the picture; values: of the columns other than the
+        picture."""
         key, part, where = row
         assert part is not None
         data, file = _bytes_and_name(picture)
@@ -431,7 +433,7 @@ class ParquetSource(FilesSource):
             return known[:1]
         others = [name for name in bytes_columns if _has_pictures(table, name)]
         names = [name for name in (*NAME_COLUMNS, *LINK_COLUMNS) if name in kinds and _text(kinds[name])][:1]
-        if others and names:  # beside bytes, names of files that are not here are the names of the bytes
+        if others and names:  # next to bytes, names of files that are not here are the names of the bytes
             with suppress(pa.ArrowException, OSError):  # is reported where the rows are read
                 first = _first_name(table, names[0])
                 called_so = names[0] in PICTURE_COLUMNS
@@ -489,7 +491,7 @@ class ParquetSource(FilesSource):
             return table
 
     def _group(self, part: str, group: int, column: str | None = None) -> pa.Array:
-        """The pictures of a row group. column: of further pictures."""
+        """The pictures of a row group. column: of control pictures and masks."""
         with self._lock:
             column = column or self._layout(part).column
             pictures = self._groups.get((part, group, column))

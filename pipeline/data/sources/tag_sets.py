@@ -1,4 +1,4 @@
-"""Captions that are tag lists: shuffled variants with dropped tags, each a caption beside the original.
+"""Captions that are tag lists: shuffled variants with dropped tags, each a caption next to the original.
 
 Trainers that run the text encoder shuffle and drop tags at every visit; with a cache the variants are made once, by the
 scan, and encoded like other captions. A visit draws one of them or the original.

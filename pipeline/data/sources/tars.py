@@ -3,7 +3,7 @@
 The rules are webdataset's; every field of a sample that is a picture becomes an item. Keys are `<tar>/<member>`,
 because names inside tars often start anew in each tar; a picture that moves to another tar is not encoded again.
 Samples whose members are not adjacent are rejected: a sequential reader would see two samples, and joining them here
-would train on something others do not see. NVlabs' captions and scores in .json files beside a tar are recognised by
+would train on something others do not see. NVlabs' captions and scores in .json files next to a tar are recognised by
 their content.
 """
 
@@ -103,7 +103,7 @@ class TarSource(FilesSource):
 
     `dir/000.jpg` and `dir/000.txt` are one sample; the field is everything after the first dot of the base name, in
     lower case; folders, names of the form `__x__` and hidden files are skipped. Pictures are fields such as `jpg`, not
-    `seg.png`; captions are `txt` (`caption`, `cap`) and the caption columns of `json`. Files beside the tar are named
+    `seg.png`; captions are `txt` (`caption`, `cap`) and the caption columns of `json`. Files next to the tar are named
     `<tar without .tar><anything>.json` and hold {sample: {column: text or score}}.
 
     Args:
@@ -259,7 +259,8 @@ class TarSource(FilesSource):
         return any(f"{column.lower()}.".startswith(f"{key}.") for column in self.rule.columns)
 
     def _take_further(self, tar: _Tar) -> dict[tuple[Further, str], list[Place]]:
-        """Take the further pictures out of the samples: by kind and the name of the sample that they belong to."""
+        """Take the control pictures and masks out of the samples: by kind and the name of the sample that they belong
+        to."""
         found: dict[tuple[Further, str], list[Place]] = {}
         for prefix, sample in list(tar.samples.items()) if self.further else ():
             for key, (name, offset, size) in list(sample.fields.items()):
@@ -284,7 +285,7 @@ class TarSource(FilesSource):
         columns: dict[str, SampleColumns],
         further: Mapping[tuple[Further, str], list[Place]],
     ) -> None:
-        """Add the items and rejects of a sample. columns: sample -> what the files beside the tar say; further: as of
+        """Add the items and rejects of a sample. columns: sample -> what the files next to the tar say; further: as of
         `_take_further`."""
         pictures = [key for key in sample.fields if key in EXTENSIONS]
         tar.pictures += len(pictures)
@@ -334,10 +335,10 @@ class TarSource(FilesSource):
             else:
                 tar.reject(entry.key, entry.reason)
 
-    # ------------------------------------------------------------ captions and scores beside a tar
+    # ------------------------------------------------------------ captions and scores next to a tar
 
     def _find_sidecars(self) -> dict[str, list[str]]:
-        """Tar -> the .json files beside it whose names begin with its name (the tar with the longest name counts)."""
+        """Tar -> the .json files next to it whose names begin with its name (the tar with the longest name counts)."""
         sidecars: dict[str, list[str]] = {}
         chosen = set(self.files)
         for folder in sorted({posixpath.dirname(file) for file in self.files}):
@@ -482,14 +483,14 @@ def _tars(filesystem: Filesystem, wanted: Callable[[str], bool]) -> tuple[list[s
 
 
 def tar_of(name: str, stems: Mapping[str, str]) -> str | None:
-    """The tar that a .json file beside tars is about; None if there is none. stems: tars by name without ending."""
+    """The tar that a .json file next to tars is about; None if there is none. stems: tars by name without ending."""
     if not name.endswith(".json"):
         return None
     return next((stems[name[:n]] for n in range(len(name), name.rfind("/") + 1, -1) if name[:n] in stems), None)
 
 
 def _lost_picture(key: str, fields: Set[str], has_picture: bool) -> str | None:
-    """Say why a field that was a picture by its file's name is none of the sample, or None. `seg.png` beside a picture
+    """Say why a field that was a picture by its file's name is none of the sample, or None. `seg.png` next to a picture
     is another thing, unless it has a caption of its own."""
     captioned = not fields.isdisjoint(f"{stem(key)}.{ending}" for ending in CAPTION_ENDINGS)
     if extension(key) in EXTENSIONS and (captioned or not has_picture):

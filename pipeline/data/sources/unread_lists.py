@@ -1,5 +1,5 @@
-"""Files that are not read although they name pictures without a caption, with words beside the names: a CSV without a
-header, `captions.txt`, `captions.json` beside caption files, `metadata.jsonl` in another folder than its pictures.
+"""Files that are not read although they name pictures without a caption, with words next to the names: a CSV without a
+header, `captions.txt`, `captions.json` next to caption files, `metadata.jsonl` in another folder than its pictures.
 
 Price: of the files of text that no picture uses the first `FILES` are read, `BYTES` of each.
 """
@@ -66,7 +66,7 @@ def candidates(ignored: Iterable[str], rejected: Iterable[str]) -> list[str]:
 
 
 def naming(read: Callable[[str, int], bytes], files: Iterable[str], bare: Sequence[str]) -> Iterator[UnreadList]:
-    """The files that name pictures without a caption, with two words or more beside each name.
+    """The files that name pictures without a caption, with two words or more next to each name.
 
     Args:
         read: as `Source.read_beside`. files: see `candidates`. bare: pictures without a caption, some of them.

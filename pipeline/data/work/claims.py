@@ -1,9 +1,9 @@
 """Claims: which worker makes which unit, so that idle workers take units that no other worker makes.
 
-`take` puts `claims/<recipe>/<plan>/<unit>.json` (for a fragment of a scan: `claims/fragments/<source>/<id>.json`) if it
-is absent. While the unit is made, a thread replaces the file with a higher beat. `release` removes it. A claim is free
-if it did not change for `stale_s` seconds of the observer's monotonic clock; file times and clocks of other machines
-are never compared. A claim of a process of this machine is free as soon as that process has ended.
+`take` puts `claims/<encoding>/<plan>/<unit>.json` (for a fragment of a scan: `claims/fragments/<source>/<id>.json`) if
+it is absent. While the unit is made, a thread replaces the file with a higher beat. `release` removes it. A claim is
+free if it did not change for `stale_s` seconds of the observer's monotonic clock; file times and clocks of other
+machines are never compared. A claim of a process of this machine is free as soon as that process has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.base import process_identity
 from pipeline.base.errors import CacheError
 from pipeline.base.processes import beating
 from pipeline.data.cache import index
-from pipeline.data.cache.cache import Cache, WorkPlan
+from pipeline.data.cache.cache import Cache, WorkList
 from pipeline.data.cache.files import Files
 from pipeline.data.cache.layout import Paths
 
@@ -132,14 +132,14 @@ class Claims:
             return None
 
 
-def sweep(cache: Cache, plans: list[WorkPlan]) -> int:
+def sweep(cache: Cache, plans: list[WorkList]) -> int:
     """Remove claims of committed units, whose owners died before they released them. Returns how many."""
     count = 0
     for plan in plans:
-        folder = Paths.claims(plan.recipe, plan.number)
+        folder = Paths.claims(plan.encoding, plan.number)
         names = [name for name in cache.files.names(folder) if name.endswith(".json")]
         if names:
-            done = index.committed(cache.files, plan.recipe, plan.number)
+            done = index.committed(cache.files, plan.encoding, plan.number)
             for name in names:
                 if name.removesuffix(".json") in done:
                     cache.files.remove(f"{folder}/{name}")

@@ -18,10 +18,10 @@ import click
 from pipeline.base.amounts import amount
 from pipeline.base.disk import cache_errors
 from pipeline.base.errors import NoSpaceError
-from pipeline.data.cache.cache import Cache, Unit, WorkPlan
+from pipeline.data.cache.cache import Cache, Unit, WorkList
 
 RESERVE = 1 << 30
-"""Bytes that stay free on the cache's disk beside the next unit."""
+"""Bytes that stay free on the cache's disk in addition to the next unit."""
 
 WAIT_S = 3600.0
 """Seconds to wait for disk space before encoding ends with an error; 0: do not wait."""
@@ -40,14 +40,14 @@ class DiskSpace:
     def __init__(
         self,
         cache: Cache,
-        unit_bytes: Callable[[WorkPlan, Unit], int],
+        unit_bytes: Callable[[WorkList, Unit], int],
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.cache, self.unit_bytes, self._sleep = cache, unit_bytes, sleep
         self.reserve, self.wait_s = RESERVE, WAIT_S
         self._paused_since: float | None = None
 
-    def check(self, plan: WorkPlan, unit: Unit) -> None:
+    def check(self, plan: WorkList, unit: Unit) -> None:
         """NoSpaceError unless a unit's bytes and the reserve are free."""
         free, need = self.cache.files.scratch_bytes(), self.unit_bytes(plan, unit)
         if free < need + self.reserve:
@@ -58,7 +58,7 @@ class DiskSpace:
                 fix="free space (or move the cache), then run the same command again: it continues",
             )
 
-    def wait(self, plan: WorkPlan, unit: Unit, error: NoSpaceError) -> None:
+    def wait(self, plan: WorkList, unit: Unit, error: NoSpaceError) -> None:
         """Return when there is space for a unit.
 
         Raises:

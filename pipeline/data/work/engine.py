@@ -17,7 +17,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 from pipeline.base.errors import NoSpaceError
 from pipeline.base.metrics.textfile import store_counts
 from pipeline.data.cache import index, layout
-from pipeline.data.cache.cache import Cache, Unit, WorkPlan
+from pipeline.data.cache.cache import Cache, Unit, WorkList
 from pipeline.data.cache.layout import Paths
 from pipeline.data.work.claims import BEATS, Claims
 from pipeline.data.work.disk_space import DiskSpace
@@ -28,7 +28,7 @@ FEW_UNITS = 8
 """Limit on units that are looked up one by one; more are listed."""
 
 Item = TypeVar("Item")
-Work = list[tuple[WorkPlan, Unit]]
+Work = list[tuple[WorkList, Unit]]
 
 
 class UnitMaker(Protocol):
@@ -36,7 +36,7 @@ class UnitMaker(Protocol):
 
     cache: Cache
 
-    def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+    def make(self, plan: WorkList, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
         """Make and commit a unit. `progress` is called with (records made, records rejected) after each batch."""
 
 
@@ -150,25 +150,25 @@ class Worker:
 # ---------------------------------------------------------------- units of plans
 
 
-def missing_units(cache: Cache, plans: list[WorkPlan]) -> Work:
+def missing_units(cache: Cache, plans: list[WorkList]) -> Work:
     """Units without a commit, in plan order. Finished plans get their segment on the way."""
     todo: Work = []
     for plan in plans:
-        if cache.files.exists(Paths.segment(plan.recipe, plan.number)):
+        if cache.files.exists(Paths.segment(plan.encoding, plan.number)):
             continue
-        done = index.committed(cache.files, plan.recipe, plan.number)
+        done = index.committed(cache.files, plan.encoding, plan.number)
         missing = [unit for unit in plan.units if unit.unit not in done]
         if not missing:
-            index.merge(cache.files, plan.recipe, plan.number, (unit.unit for unit in plan.units))
+            index.merge(cache.files, plan.encoding, plan.number, (unit.unit for unit in plan.units))
         todo.extend((plan, unit) for unit in missing)
     return todo
 
 
-def is_done(cache: Cache, plan: WorkPlan, unit: Unit) -> bool:
+def is_done(cache: Cache, plan: WorkList, unit: Unit) -> bool:
     """Return whether a unit is committed."""
     exists = cache.files.exists
-    commit = Paths.unit(plan.recipe, plan.number, unit.unit)
-    return exists(commit) or exists(Paths.segment(plan.recipe, plan.number))
+    commit = Paths.unit(plan.encoding, plan.number, unit.unit)
+    return exists(commit) or exists(Paths.segment(plan.encoding, plan.number))
 
 
 def make_units(
@@ -196,35 +196,35 @@ def make_units(
     return job.records, job.left
 
 
-class _Units(Job[tuple[WorkPlan, Unit]]):
+class _Units(Job[tuple[WorkList, Unit]]):
     """Units of plans. The bar expects the units of this process's share from the start, others when they are taken."""
 
     def __init__(self, maker: UnitMaker, worker: Worker, bar: Progress, space: DiskSpace | None):
         self.maker, self.worker, self.bar, self.space = maker, worker, bar, space
         self.records = self.left = 0
 
-    def claim_key(self, item: tuple[WorkPlan, Unit]) -> tuple[str | int, ...]:
+    def claim_key(self, item: tuple[WorkList, Unit]) -> tuple[str | int, ...]:
         plan, unit = item
-        return plan.recipe, plan.number, unit.unit
+        return plan.encoding, plan.number, unit.unit
 
-    def unmade(self, items: Work) -> Iterator[tuple[WorkPlan, Unit]]:
-        cache, plans = self.maker.cache, {(plan.recipe, plan.number): plan for plan, _ in items}
+    def unmade(self, items: Work) -> Iterator[tuple[WorkList, Unit]]:
+        cache, plans = self.maker.cache, {(plan.encoding, plan.number): plan for plan, _ in items}
         few = len(items) <= FEW_UNITS
         done = {} if few else {of: index.committed(cache.files, *of) for of in plans}
         for plan, unit in items:
-            if is_done(cache, plan, unit) if few else unit.unit in done[plan.recipe, plan.number]:
+            if is_done(cache, plan, unit) if few else unit.unit in done[plan.encoding, plan.number]:
                 self._expect_no_more(unit)
             else:
                 yield plan, unit
 
-    def collect(self, item: tuple[WorkPlan, Unit]) -> bool:
+    def collect(self, item: tuple[WorkList, Unit]) -> bool:
         plan, unit = item
-        done = self.maker.cache.files.has_file(Paths.unit(plan.recipe, plan.number, unit.unit))
+        done = self.maker.cache.files.has_file(Paths.unit(plan.encoding, plan.number, unit.unit))
         if done:
             self._expect_no_more(unit)
         return done
 
-    def make(self, item: tuple[WorkPlan, Unit]) -> None:
+    def make(self, item: tuple[WorkList, Unit]) -> None:
         plan, unit = item
         counts = self.bar.done, self.bar.rejected
         taken_over = 0 if self.worker.in_my_share(unit.unit) else unit.count
@@ -240,12 +240,12 @@ class _Units(Job[tuple[WorkPlan, Unit]]):
         if self.space is not None:
             self.space.unit_made()
 
-    def leave(self, item: tuple[WorkPlan, Unit]) -> bool:
+    def leave(self, item: tuple[WorkList, Unit]) -> bool:
         self.left += 1
         self._expect_no_more(item[1])
         return True
 
-    def wait_for_space(self, item: tuple[WorkPlan, Unit], error: NoSpaceError) -> None:
+    def wait_for_space(self, item: tuple[WorkList, Unit], error: NoSpaceError) -> None:
         if self.space is None:
             raise error
         self.space.wait(*item, error)

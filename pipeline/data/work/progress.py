@@ -27,12 +27,12 @@ class Meter:
 
     Attributes:
         tokens: caption tokens.
-        truncated: captions with more tokens than the recipe keeps.
+        truncated: captions with more tokens than the encoding keeps.
         unshared: captions that changed the instruction's tokens and were encoded in full.
         busy_s: seconds in which an encoder computed.
         wall_s: seconds available to the encoders, where several work at the same time; None: the clock's.
         bytes: of shards written.
-        beside: records made beside those of units, by kind.
+        following: records made with those of units, by kind.
         rejects: records that could not be made, by kind of reason.
         stores: counts of stores (`counters`) of processes on other machines.
     """
@@ -43,7 +43,7 @@ class Meter:
     busy_s: float = 0.0
     wall_s: float | None = None
     bytes: int = 0
-    beside: Counter[str] = field(default_factory=Counter)
+    following: Counter[str] = field(default_factory=Counter)
     rejects: Counter[str] = field(default_factory=Counter)
     stores: Counter[str] = field(default_factory=Counter)
 
@@ -53,7 +53,7 @@ class Meter:
         self.unshared += other.unshared
         self.busy_s += other.busy_s
         self.bytes += other.bytes
-        self.beside.update(other.beside)
+        self.following.update(other.following)
         self.rejects.update(other.rejects)
         self.stores.update(other.stores)
         if other.wall_s is not None:

@@ -21,7 +21,7 @@ import click
 from pipeline import __version__
 from pipeline.base import counters, launch
 from pipeline.base.errors import NoSpaceError, UserError
-from pipeline.data.cache.cache import Unit, WorkPlan
+from pipeline.data.cache.cache import Unit, WorkList
 from pipeline.data.encoding.config import EncodeConfig
 from pipeline.data.work import engine
 from pipeline.data.work.disk_space import DiskSpace
@@ -81,11 +81,11 @@ class Done:
 makers: dict[str, MeteredMaker] = {}
 """The maker of the last order of a Ray worker process, by its key."""
 
-plans: dict[tuple[str, str, int], dict[str, tuple[WorkPlan, Unit]]] = {}
-"""The units of the last plan of a Ray worker process by their id, by (key of the order, recipe, number)."""
+plans: dict[tuple[str, str, int], dict[str, tuple[WorkList, Unit]]] = {}
+"""The units of the last plan of a Ray worker process by their id, by (key of the order, encoding, number)."""
 
 
-def make_unit(order: WorkerSettings, recipe: str, plan_number: int, unit_id: str) -> Done:
+def make_unit(order: WorkerSettings, encoding: str, plan_number: int, unit_id: str) -> Done:
     """The body of a task."""
     if order.version != __version__:
         raise UserError(
@@ -101,10 +101,10 @@ def make_unit(order: WorkerSettings, recipe: str, plan_number: int, unit_id: str
         plans.clear()
         makers[order.key] = order.build()
     maker = makers[order.key]
-    key = order.key, recipe, plan_number
+    key = order.key, encoding, plan_number
     if key not in plans:  # a large plan has 10^5 units
         plans.clear()
-        plan = maker.cache.plan(recipe, plan_number)
+        plan = maker.cache.plan(encoding, plan_number)
         plans[key] = {unit.unit: (plan, unit) for unit in plan.units}
     plan, unit = plans[key][unit_id]
     meter = maker.meter = Meter(wall_s=0.0)
@@ -169,7 +169,7 @@ class Cluster:
         task = ray.remote(make_unit).options(max_retries=RETRIES, **need)
         bar.expect(sum(unit.count for _, unit in todo))
         waiting = list(reversed(todo))
-        running: dict[Any, tuple[WorkPlan, Unit]] = {}
+        running: dict[Any, tuple[WorkList, Unit]] = {}
         records, announced = 0, False
         with self._stop.polite():
             try:
@@ -181,7 +181,7 @@ class Cluster:
                         click.echo(f"no node of the Ray cluster has {_resources(need)} yet: waiting for one")
                     while waiting and len(running) < 2 * slots + 2:
                         plan, unit = waiting.pop()
-                        ref = task.remote(self._order_ref, plan.recipe, plan.number, unit.unit)
+                        ref = task.remote(self._order_ref, plan.encoding, plan.number, unit.unit)
                         running[ref] = (plan, unit)
                     ready, _ = ray.wait(list(running), num_returns=1, timeout=_POLL_S)
                     for ref in ready:
@@ -228,7 +228,7 @@ class Cluster:
                 total += min(units_by_resource, default=1)
         return total
 
-    def _result(self, ref: Any, plan: WorkPlan, unit: Unit) -> Done:
+    def _result(self, ref: Any, plan: WorkList, unit: Unit) -> Done:
         exceptions = self._ray.exceptions
         try:
             return self._ray.get(ref)
@@ -238,7 +238,7 @@ class Cluster:
             raise
         except exceptions.RayError as error:
             raise UserError(
-                f"a part of the work for {plan.recipe} could not be made on the Ray cluster",
+                f"a part of the work for {plan.encoding} could not be made on the Ray cluster",
                 expected=f"at most {RETRIES} deaths of its node or process",
                 found=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
                 fix="look at the nodes (ray status), then run the same command again: it continues",

@@ -55,7 +55,7 @@ crops of these added pictures, for validation only."""
 
 
 def demo_photos(out: Path, photos: Sequence[_Photo] = _PHOTOS) -> list[tuple[Path, str]]:
-    """Write colour photographs (a dozen: four square, four landscape, four portrait) and a `.txt` caption beside each.
+    """Write colour photographs (a dozen: four square, four landscape, four portrait) and a `.txt` caption next to each.
 
     They are crops of photographs that ship inside the scikit-image wheel, so there is no download. Existing
     files of these names are overwritten.

@@ -103,7 +103,7 @@ def _set_scaling_factor(model: AutoencoderDC, inputs: list[torch.Tensor]) -> flo
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute with one thread: the same bits, and so the same recipe, on any number of cores.
+    """Compute with one thread: the same bits, and so the same encoding, on any number of cores.
 
     Two idle cores would be a third faster; two busy ones several times slower.
     """
@@ -297,7 +297,7 @@ def make_text(
     heads: int = 4,
 ) -> dict[str, float]:
     """Make a small random `Gemma2Model` and a tokenizer trained on the captions. Save both, the tokenizer in
-    `tokenizer` beside `folder`.
+    `tokenizer` next to `folder`.
 
     The tokenizer is like Gemma's: BPE with byte fallback over text whose spaces became "▁", pieces begin with "▁",
     <bos> comes first; so the trailing space of Sana's instruction merges with the caption's first word when that word

@@ -1,4 +1,4 @@
-"""The needs of a run, predicted when it starts and set beside what it measures.
+"""The needs of a run, predicted when it starts and set next to what it measures.
 
 When: on a GPU always. On a CPU memory only, from 2 GiB of trained parameters and states on: small runs pay nothing.
 The journal compares once, after the second row (the first contains the start), or at the end of a shorter run.

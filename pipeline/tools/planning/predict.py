@@ -17,8 +17,8 @@ from pipeline.base.errors import ConfigError
 from pipeline.base.gpus import GIB, Card
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.images import buckets
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.data.snapshots.config import BucketConfig
 from pipeline.data.sources.config import DataConfig
 from pipeline.tools.planning.recorder import KINDS, LASTING
@@ -71,7 +71,7 @@ class Data:
     @classmethod
     def of(cls, snapshot: Snapshot) -> Data:
         """The data of a snapshot."""
-        latent, text = snapshot.recipe(LatentRecipe), snapshot.recipe(TextRecipe)
+        latent, text = snapshot.encoding(LatentEncoding), snapshot.encoding(TextEncoding)
         batches = {(b.height, b.width): b.batch for b in snapshot.buckets}
         return cls(batches, len(snapshot), text.max_length, latent.compression, latent.channels, text.width)
 
@@ -219,19 +219,19 @@ def check(train: TrainConfig, shape: ModelSpec, data: Data, gpus: int) -> Layout
     return layout
 
 
-def check_precision(precision: str, bears: Callable[[str], bool], machine: Machine) -> None:
+def check_precision(precision: str, supports: Callable[[str], bool], machine: Machine) -> None:
     """Refuse a precision without units on the card: torch emulates it at a speed that is not predicted.
 
     Args:
-        bears: whether the weights work in a precision.
+        supports: whether the weights work in a precision.
 
     Raises:
         ConfigError: with a precision in which card and weights work.
     """
     card = machine.card
-    if card.bears(precision):
+    if card.supports(precision):
         return
-    works = next(each for each in ("fp16", "fp32") if each == "fp32" or bears(each))
+    works = next(each for each in ("fp16", "fp32") if each == "fp32" or supports(each))
     raise ConfigError(
         f"train.precision: {precision} on --gpu {card.name}, which has no bf16 (compute capability below 8.0)",
         expected="fp32, fp16 where the weights work in it, or a card of compute capability 8.0 or newer",

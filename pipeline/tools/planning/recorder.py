@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
 
     Args:
         inside: name spaces of custom operations whose Python code is traced, instead of being one operation.
-        scratch: by the name of a custom operation, makes what it allocates beside its results.
+        scratch: by the name of a custom operation, makes what it allocates in addition to its results.
         gloo: gathers and scatters copy the larger side, as gloo does.
 
     Attributes:

@@ -32,7 +32,7 @@ AXES = frozenset(("parallel", "offload", "microbatch", "reduce", "activation_che
 """The options that can be varied. parallel: the data-parallel layout. offload: of the parameters, where nothing fits
 without. reduce: gradients after each microbatch; over several processes where no microbatch fits without."""
 MARGIN = 0.1
-"""Share of a GPU's memory that is left free, beside the estimates of context and fragmentation."""
+"""Share of a GPU's memory that is left free, in addition to the estimates of context and fragmentation."""
 CHECKPOINTING = ("full", "selective", "none")
 """The most frugal first."""
 
@@ -73,7 +73,7 @@ class Search:
     """Candidates for a model and its data on a machine. Each is traced once.
 
     Args:
-        bears: whether the weights work in a precision.
+        supports: whether the weights work in a precision.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Search:
         shape: ModelSpec,
         data: Data,
         machine: Machine,
-        bears: Callable[[str], bool] = lambda precision: True,
+        supports: Callable[[str], bool] = lambda precision: True,
     ):
-        self.shape, self.data, self.machine, self.bears = shape, data, machine, bears
+        self.shape, self.data, self.machine, self.supports = shape, data, machine, supports
         self._made: dict[tuple[str, Layout], Candidate] = {}
 
     def choose(self, train: TrainConfig, axes: Collection[str]) -> Candidate:
@@ -278,7 +278,7 @@ class Search:
     def _rung(self, base: Candidate, change: dict[str, Any]) -> Candidate | None:
         """A candidate with a change; None: it changes nothing, or `train` would refuse it."""
         train, layout = accepted(base.train, change), base.prediction.layout
-        if train is None or train == base.train or not self.bears(train.precision):
+        if train is None or train == base.train or not self.supports(train.precision):
             return None
         if not self._runs(train):  # such as an update in the backward pass, which needs the whole share at once
             train = changed(train, {"microbatch": max(self.data.shares(layout.data_world).values())})

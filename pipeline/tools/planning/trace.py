@@ -39,7 +39,7 @@ from pipeline.train.parallel.mesh import DIMS, Layout
 from pipeline.train.parallel.parallelize import ParallelModel, blocks_of
 from pipeline.train.parallel.shards import local
 from pipeline.train.training import optimizers
-from pipeline.train.training.assemble import Trainable, assemble, recipe_of
+from pipeline.train.training.assemble import Trainable, assemble, objective_of
 from pipeline.train.training.optimizers import in_backward
 from pipeline.train.training.step import TrainStep
 
@@ -176,7 +176,7 @@ def trace(
         recorder = Recorder((), SCRATCH) if on_gpu else Recorder(CUSTOM, gloo=True)
         with recorder:
             plain = train.model_copy(update={"preserve": None, "mask": None})  # neither saves a tensor of a block
-            trainable = Trainable(architecture, recipe_of(plain), adapter_of(train, architecture, start=False))
+            trainable = Trainable(architecture, objective_of(plain), adapter_of(train, architecture, start=False))
 
             def placed(model: ParallelModel) -> None:
                 parameters.extend(model.module.parameters())
@@ -195,7 +195,7 @@ def trace(
             if train.optim.in_backward:
                 in_backward.fuse(optimizer, model)
             recorder.phase = "forward"
-            batches = [_batch(architecture, shape, size, trainable.recipe.pictures) for size in sizes]
+            batches = [_batch(architecture, shape, size, trainable.objective.pictures) for size in sizes]
             for batch in batches:
                 recorder.mark(kinds.INPUTS, [*vars(batch).values(), *batch.pictures.values()])
             with watch_updates(optimizer, recorder):

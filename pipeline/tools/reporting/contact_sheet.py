@@ -1,7 +1,7 @@
 """The contact sheet: one card per caption, with several pictures side by side.
 
 It shows at a glance whether a model draws what its captions say, which no number does. Captions are drawn with Pillow's
-built-in font, which has Latin letters only; the full text is in `samples.jsonl` beside the sheet.
+built-in font, which has Latin letters only; the full text is in `samples.jsonl` next to the sheet.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.cache.snapshot_head import Bucket, BucketPart
 from pipeline.data.cache.snapshot_samples import picture_keys
 from pipeline.data.images import buckets
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.phash import ANEW, HashRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.phash import ANEW, HashEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.data.snapshots import near, near_samples
 from pipeline.data.snapshots.assemble import epoch_steps
 from pipeline.data.sources.reject_kinds import EXAMPLES, kind
@@ -47,8 +47,8 @@ REJECTED = ("rejected by the scan", "rejected while encoding", "caption rejected
 def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
     """All numbers of a snapshot: JSON values.
 
-    `crop` is null, with `crop_missing`, where a scan is gone. `further` is null without further pictures. `new` is null
-    for a snapshot without an earlier snapshot.
+    `crop` is null, with `crop_missing`, where a scan is gone. `further` is null without control pictures and masks.
+    `new` is null for a snapshot without an earlier snapshot.
 
     Raises:
         IntegrityError: a table of the snapshot is missing or damaged.
@@ -72,7 +72,7 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
         "sources": dict(sorted(_counts(names.column("source")).items(), key=lambda pair: (-pair[1], pair[0]))),
         "captions": _captions(snapshot, samples.column("captions")),
         "duplicates": {
-            "pictures": _repeated(picture_keys(samples, LatentRecipe.kind)),
+            "pictures": _repeated(picture_keys(samples, LatentEncoding.kind)),
             "captions": _repeated(fixed(caption_keys)),
         },
         "further": further_figures(snapshot),
@@ -113,9 +113,9 @@ def _visits(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 def _alike(snapshot: Snapshot, names: pa.Table) -> tuple[list[dict[str, Any]], str]:
     """The largest groups of pictures that look the same; and what was not compared, "" if nothing."""
-    if HashRecipe.kind not in snapshot.pictures:
+    if HashEncoding.kind not in snapshot.pictures:
         return [], ""
-    if not near_samples.has_hashes(snapshot.head.recipes_by_kind.values()):
+    if not near_samples.has_hashes(snapshot.head.encodings_by_kind.values()):
         return [], f"The pictures were not compared: their hashes are of an earlier version; {ANEW} makes them again."
     if len(snapshot) > COMPARED:
         return [], f"The pictures were not compared, since there are more than {COMPARED:,} samples."
@@ -213,7 +213,7 @@ def _crop(
 
 def _captions(snapshot: Snapshot, lists: pa.ChunkedArray) -> dict[str, Any]:
     """Numbers of captions by tokens. A caption with `max_length` tokens was cut, or just fits."""
-    longest = snapshot.recipe(TextRecipe).max_length
+    longest = snapshot.encoding(TextEncoding).max_length
     tokens = pc.struct_field(pc.list_flatten(lists), "rows").to_numpy()
     by_tokens, count = np.bincount(tokens, minlength=longest + 1), max(1, len(tokens))
     numbers, samples = np.unique(pc.list_value_length(lists).to_numpy(), return_counts=True)
@@ -278,9 +278,12 @@ def _rejected_items(cache: Cache, snapshot: Snapshot) -> Iterator[tuple[str, str
         for batch in table.to_batches(max_chunksize=4096):
             for item, reason in zip(batch.column(0).to_pylist(), batch.column(1).to_pylist(), strict=True):
                 yield REJECTED[0], source, item, reason
-    for stage, recipe in ((REJECTED[1], snapshot.recipe(LatentRecipe)), (REJECTED[2], snapshot.recipe(TextRecipe))):
-        for plan in cache.files.numbers(Paths.plans(recipe.name)):
-            for commit in index.each_commit(cache.files, recipe.name, plan):
+    for stage, encoding in (
+        (REJECTED[1], snapshot.encoding(LatentEncoding)),
+        (REJECTED[2], snapshot.encoding(TextEncoding)),
+    ):
+        for plan in cache.files.numbers(Paths.plans(encoding.name)):
+            for commit in index.each_commit(cache.files, encoding.name, plan):
                 for reject in commit.rejects:
                     yield stage, None, reject.item, reject.reason
 
@@ -291,12 +294,12 @@ def _storage(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
     tables = [Paths.table(digest, "arrow") for digest in snapshot.head.tables()]
     return {
         **{
-            recipe.kind: {
-                "shards": len(snapshot.head.shards[recipe.kind]),
-                "bytes": int(snapshot.head.shards[recipe.kind].sizes.sum()),
-                "storage": recipe.storage,
+            encoding.kind: {
+                "shards": len(snapshot.head.shards[encoding.kind]),
+                "bytes": int(snapshot.head.shards[encoding.kind].sizes.sum()),
+                "storage": encoding.storage,
             }
-            for recipe in snapshot.head.recipes_by_kind.values()
+            for encoding in snapshot.head.encodings_by_kind.values()
         },
         "shards_bytes": int(snapshot.shard_sizes().sum()),
         "tables_bytes": sum(cache.files.sizes(tables).values()),

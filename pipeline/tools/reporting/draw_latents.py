@@ -18,7 +18,7 @@ from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.cache.snapshot_head import TextPlace
 from pipeline.data.cache.snapshot_samples import Caption, Sample
 from pipeline.data.loader.loader import bf16
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.text import TextEncoding
 from pipeline.train.config import TrainConfig
 from pipeline.train.models.adapters import Adapter
 from pipeline.train.models.sampler import Sampling, noise_of, prompt_noise, sample
@@ -62,7 +62,7 @@ def open_model(
     Args:
         train: with the numerics of the training (`training.checkpoint.as_trained`).
         weights: of `architecture`, in our layout; the model takes them over without a copy.
-        adapter: whose parameters are beside the model's in `weights`: a ControlNet, which draws with controls.
+        adapter: whose parameters are next to the model's in `weights`: a ControlNet, which draws with controls.
     """
     model = architecture.loaded(weights, train, *([] if adapter is None else [adapter.apply]))
     return model.to(device, torch.bfloat16 if train.precision in ("bf16", "bf16_pure") else torch.float32).eval()
@@ -164,6 +164,6 @@ class SnapshotTensors:
         return self._text(self.snapshot.null)[: self.snapshot.null.valid]
 
     def _text(self, place: Caption | TextPlace) -> torch.Tensor:
-        into = np.empty((place.rows, self.snapshot.recipe(TextRecipe).width), np.uint16)
+        into = np.empty((place.rows, self.snapshot.encoding(TextEncoding).width), np.uint16)
         self.texts.read(place.shard, place.offset, place.key, place.checksum, into, place.length)
         return bf16(into).float()

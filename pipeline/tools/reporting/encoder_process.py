@@ -26,7 +26,7 @@ from pipeline.data.cache.prompts import NAME, PromptSet, newest
 from pipeline.data.cache.shard import ShardReader
 from pipeline.data.images import decoding
 from pipeline.data.loader.loader import bf16
-from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.sources.config import DataConfig
 
 
@@ -100,12 +100,12 @@ def encode_prompts(
 
 def _latent(cache: Cache, size: tuple[int, int]) -> torch.Tensor:
     """The only latent of a cache. size: (height, width) in pixels."""
-    [recipe] = (one for one in cache.recipes("latent") if isinstance(one, LatentRecipe))
-    index = cache.index(recipe.name)
+    [encoding] = (one for one in cache.encodings("latent") if isinstance(one, LatentEncoding))
+    index = cache.index(encoding.name)
     key, checksum = key_bytes(index.keys[0]), key_bytes(index.columns["checksum"][0])
     shard, offset = index.shards[int(index.columns["shard"][0])], int(index.columns["offset"][0])
-    values = np.empty(recipe.shape(*size), np.uint16)
-    ShardReader(cache.files, recipe.name).read(shard, offset, key, checksum, values)
+    values = np.empty(encoding.shape(*size), np.uint16)
+    ShardReader(cache.files, encoding.name).read(shard, offset, key, checksum, values)
     return bf16(values).float()
 
 

@@ -1,4 +1,4 @@
-"""All numbers of a report: those of a snapshot, of its cache, of a run, and of another run beside it.
+"""All numbers of a report: those of a snapshot, of its cache, of a run, and of another run next to it.
 
 `collect` serves the page (`sana-pipe report`) and scripts (`sana-pipe inspect`), so both show the same numbers. What
 cannot be had is in `missing`, with the command that makes it; only what the user named and is not there is an error.

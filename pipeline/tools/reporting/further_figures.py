@@ -1,4 +1,5 @@
-"""The numbers of a snapshot's further pictures: samples that have a control or a mask, and how much masks show."""
+"""The numbers of a snapshot's control pictures and masks: samples that have a control or a mask, and how much masks
+show."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from pipeline.data.cache.scan_table import ABSENT
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.cache.snapshot_samples import picture_keys
 from pipeline.data.signals import PictureSignal
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.mask import MaskRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.mask import MaskEncoding
 
 MASKS = 1000
 """Limit on the masks that are read: some 2 KiB each at 1024 px."""
@@ -24,38 +25,38 @@ LOOKED_AT = 200
 EXAMPLES = 4
 
 
-def further_recipes(snapshot: Snapshot) -> dict[str, PictureSignal]:
-    """The recipes of records that are pictures beside the sample's, by kind."""
+def further_encodings(snapshot: Snapshot) -> dict[str, PictureSignal]:
+    """The encodings of records that are pictures in addition to the sample's, by kind."""
     return {
-        kind: recipe
-        for kind, recipe in snapshot.pictures.items()
-        if isinstance(recipe, PictureSignal) and recipe.axes == LatentRecipe.axes and kind != LatentRecipe.kind
+        kind: encoding
+        for kind, encoding in snapshot.pictures.items()
+        if isinstance(encoding, PictureSignal) and encoding.axes == LatentEncoding.axes and kind != LatentEncoding.kind
     }
 
 
 def further_figures(snapshot: Snapshot) -> dict[str, Any] | None:
-    """Numbers of the further pictures; None: the snapshot has none.
+    """Numbers of the control pictures and masks; None: the snapshot has none.
 
     `kinds`: of each, how many samples have a picture (`samples`) or none (`blank`), and how it was `made` ("": it is a
     file). `learned`: the `mean` share of the area that masks show; null without masks, or where they cannot be read.
     `examples`: a few samples.
     """
-    recipes = further_recipes(snapshot)
-    if not recipes:
+    encodings = further_encodings(snapshot)
+    if not encodings:
         return None
     kinds = []
-    for kind, recipe in recipes.items():
-        absent = np.array([recipe.key(ABSENT, bucket.height, bucket.width) for bucket in snapshot.buckets], "S16")
+    for kind, encoding in encodings.items():
+        absent = np.array([encoding.key(ABSENT, bucket.height, bucket.width) for bucket in snapshot.buckets], "S16")
         blank = sum(int(np.isin(picture_keys(samples, kind), absent).sum()) for samples in snapshot.tables())
         kinds.append(
-            {"kind": kind, "samples": len(snapshot) - blank, "blank": blank, "made": getattr(recipe, "made", "")}
+            {"kind": kind, "samples": len(snapshot) - blank, "blank": blank, "made": getattr(encoding, "made", "")}
         )
     examples = []
     for row in spread(len(snapshot), min(EXAMPLES, len(snapshot))):
         (source, item), bucket = snapshot.source_item(row), snapshot.buckets[snapshot.sample(row).bucket]
         examples.append({"source": source, "item": item, "height": bucket.height, "width": bucket.width})
     learned = None
-    if MaskRecipe.kind in recipes and len(snapshot):
+    if MaskEncoding.kind in encodings and len(snapshot):
         with suppress(CacheError):  # `verify` names what is damaged
             learned = _learned(snapshot)
     return {"kinds": kinds, "learned": learned, "examples": examples}
@@ -69,24 +70,24 @@ def _learned(snapshot: Snapshot) -> dict[str, Any]:
 
 def _masks(snapshot: Snapshot, most: int) -> Iterator[tuple[int, np.ndarray]]:
     """Row and mask, fp32 (1, H/f, W/f), of at most so many evenly spaced samples; of those without a mask, 1."""
-    reader = snapshot.reader(MaskRecipe.kind)
+    reader = snapshot.reader(MaskEncoding.kind)
     for row in spread(len(snapshot), min(most, len(snapshot))):
-        bits = snapshot.picture(snapshot.sample(row), MaskRecipe.kind, reader)
+        bits = snapshot.picture(snapshot.sample(row), MaskEncoding.kind, reader)
         yield row, (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def mask_notes(snapshot: Snapshot) -> Iterator[str]:
     """Say what is odd about the masks of a snapshot, of `LOOKED_AT` evenly spaced samples: masks that are the same
     everywhere, and masks that are nowhere brighter than half. Samples without a mask do not count."""
-    recipe = snapshot.pictures.get(MaskRecipe.kind)
-    if not isinstance(recipe, MaskRecipe) or recipe.made:  # an opaque picture has no shape
+    encoding = snapshot.pictures.get(MaskEncoding.kind)
+    if not isinstance(encoding, MaskEncoding) or encoding.made:  # an opaque picture has no shape
         return
-    absent = [recipe.key(ABSENT, bucket.height, bucket.width) for bucket in snapshot.buckets]
+    absent = [encoding.key(ABSENT, bucket.height, bucket.width) for bucket in snapshot.buckets]
     odd: dict[str, list[int]] = {"the same everywhere": [], "nowhere brighter than half": []}
     read = 0
     for row, mask in _masks(snapshot, LOOKED_AT):
         sample = snapshot.sample(row)
-        if sample.pictures[MaskRecipe.kind].key == absent[sample.bucket]:
+        if sample.pictures[MaskEncoding.kind].key == absent[sample.bucket]:
             continue
         read += 1
         if mask.min() == mask.max():

@@ -1,4 +1,4 @@
-"""The numbers of a run: losses, validation, speed, waiting, memory beside the plan, and the differences of two runs.
+"""The numbers of a run: losses, validation, speed, waiting, memory next to the plan, and the differences of two runs.
 
 What: `run_figures` reads a run directory, or a folder of run directories, and the runs that they began from, into JSON
 values. Curves are thinned to `POINTS` points, each the mean of its steps with their lowest and highest value, so that a

@@ -1,4 +1,4 @@
-"""Drawn latents of a run and their pictures: `RUN/pictures/step-XXXXXXXX.safetensors` and the folder beside it.
+"""Drawn latents of a run and their pictures: `RUN/pictures/step-XXXXXXXX.safetensors` and the folder next to it.
 
 What: `train` writes a file of latents whenever it draws; `Watcher` decodes each to `step-XXXXXXXX/NNNN.png` (a control
 to `NNNN-control.png`) and then writes `decoded.json` there, with the digest of the file of latents. So pictures count
@@ -22,7 +22,7 @@ from pipeline.base.errors import ConfigError, UserError, not_permitted, writing
 from pipeline.base.processes import catching, shown
 from pipeline.data.cache import layout
 from pipeline.data.encoders.config import VaeConfig
-from pipeline.data.signals.latent import LatentRecipe
+from pipeline.data.signals.latent import LatentEncoding
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ FOLDER = "pictures"
 DECODED = "decoded.json"
 POLL_S = 2.0
 _DECIDES = ("weights", "compression", "channels", "scaling_factor")
-"""Fields of a latent recipe that a decoder has to fit."""
+"""Fields of a latent encoding that a decoder has to fit."""
 _SHOWN = ("ema", "height", "width", "sampling_steps", "guidance", "seed", "prompt_set")
 
 
@@ -44,7 +44,7 @@ class Drawing:
 
     Attributes:
         digest: of its bytes.
-        facts: its description: `step`, `prompts`, `latent` (the values of the latent recipe) and others.
+        facts: its description: `step`, `prompts`, `latent` (the values of the latent encoding) and others.
     """
 
     path: Path
@@ -293,8 +293,8 @@ class Watcher:
         if self._described is None:
             described = describe_vae(self.vae)
             self._described = {name: described[name] for name in _DECIDES}
-        recipe = LatentRecipe.from_values(drawing.facts.get("latent") or {})
-        if differences := recipe.unlike(self._described):
+        encoding = LatentEncoding.from_values(drawing.facts.get("latent") or {})
+        if differences := encoding.unlike(self._described):
             raise ConfigError(
                 f"{drawing.path}: was drawn for the latents of another VAE (drawn | configured)",
                 found="; ".join(differences),

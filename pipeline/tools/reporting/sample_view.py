@@ -26,8 +26,8 @@ from pipeline.data.cache.snapshot_samples import picture_keys
 from pipeline.data.images import buckets
 from pipeline.data.images.resize import cover_box
 from pipeline.data.signals import PictureSignal
-from pipeline.data.signals.latent import LatentRecipe
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.tools.reporting.source_pictures import SIDE, Embedded, SourcePictures, embedded
 
 SCANNED = ["size", "digest", "width", "height", "meta", "reject"]
@@ -154,11 +154,11 @@ def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any]
     bucket = snapshot.buckets[sample.bucket]
     source, item = snapshot.source_item(row)
     records = dict[str, np.ndarray]()
-    for kind, recipe in snapshot.pictures.items():
-        if recipe.axes == LatentRecipe.axes:
+    for kind, encoding in snapshot.pictures.items():
+        if encoding.axes == LatentEncoding.axes:
             records[kind] = (snapshot.picture(sample, kind).astype(np.uint32) << 16).view(np.float32)
     texts = snapshot.captions(row, snapshot.reader("text"))
-    longest, width = snapshot.recipe(TextRecipe).max_length, snapshot.recipe(TextRecipe).width
+    longest, width = snapshot.encoding(TextEncoding).max_length, snapshot.encoding(TextEncoding).width
 
     def place(kind: str, record: Any, plain: int) -> dict[str, Any]:
         return {
@@ -166,7 +166,7 @@ def describe(cache: Cache, snapshot: Snapshot, row: int) -> tuple[dict[str, Any]
             "shard": files.where(snapshot.shard_path(kind, record.shard)),
             "offset": record.offset,
             "bytes": plain if record.length is None else record.length,
-            "storage": snapshot.head.recipes_by_kind[kind].storage,
+            "storage": snapshot.head.encodings_by_kind[kind].storage,
         }
 
     values = {
@@ -232,8 +232,9 @@ def pictures(
     records: dict[str, np.ndarray],
     further: Mapping[str, PictureSignal],
 ) -> list[Embedded]:
-    """The original with its crop, the crop as the VAE gets it, the further pictures as their encoders get them, and the
-    records. values, records: of `describe`. further: recipes of the further pictures by kind."""
+    """The original with its crop, the crop as the VAE gets it, the control pictures and masks as their encoders get
+    them, and the records. values, records: of `describe`. further: encodings of the control pictures and masks by
+    kind."""
     bucket, picture = values["bucket"], values["picture"]
     original = photos.thumbnail(values["source"], values["item"], LARGE)
     if original is not None and picture is not None:
@@ -243,7 +244,9 @@ def pictures(
         ImageDraw.Draw(original).rectangle(box, outline=(255, 64, 0), width=3)
     size = bucket["height"], bucket["width"]
     cropped = photos.cropped(values["source"], values["item"], size)
-    beside = {kind: photos.further(values["source"], values["item"], recipe, size) for kind, recipe in further.items()}
+    beside = {
+        kind: photos.further(values["source"], values["item"], encoding, size) for kind, encoding in further.items()
+    }
     return [
         embedded(original, "original, with the crop as a frame", LARGE),
         embedded(cropped, f"crop at {bucket['height']}x{bucket['width']}", LARGE),

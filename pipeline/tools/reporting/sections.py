@@ -416,7 +416,7 @@ SECTIONS = (
     Section("new", "New samples against old ones", "snapshot.new", (_new_samples, table("sources", *_NEW))),
     Section("buckets", "Buckets", "snapshot", (_buckets,)),
     Section("crop", "Crop loss", "snapshot.crop", (_crop,)),
-    Section("further", "Further pictures", "snapshot.further", (_further,)),
+    Section("further", "Control pictures and masks", "snapshot.further", (_further,)),
     Section("sources", "Sources", "", (_sources,), needs="snapshot"),
     Section("captions", "Caption lengths", "snapshot.captions", (_captions, table("per_sample", *_PER_SAMPLE))),
     Section("duplicates", "Duplicates", "snapshot", (lambda _: [_SAME], table("duplicates", *_DUPLICATES))),

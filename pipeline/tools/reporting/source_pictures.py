@@ -32,7 +32,7 @@ class SourcePictures:
 
     def data(self, source: str, item: str, picture: str = "") -> bytes | None:
         """The file; None if it is not there any more, or the source cannot be reached; b"" if the sample has no such
-        picture. picture: the kind of a further picture; "": the item's own."""
+        picture. picture: the kind of a control picture or mask; "": the item's own."""
         if (source, picture) not in self.sources:
             self.sources[source, picture] = self._open(source, picture)
         opened = self.sources[source, picture]
@@ -48,13 +48,13 @@ class SourcePictures:
             self.sources[source, picture] = None
             return None
 
-    def further(self, source: str, item: str, recipe: PictureSignal, size: tuple[int, int]) -> Image.Image | None:
-        """A further picture at (height, width), as its encoder gets it; None if it cannot be read."""
-        data, settings = self.data(source, item, recipe.picture), self.settings
+    def further(self, source: str, item: str, encoding: PictureSignal, size: tuple[int, int]) -> Image.Image | None:
+        """A control picture or mask at (height, width), as its encoder gets it; None if it cannot be read."""
+        data, settings = self.data(source, item, encoding.picture), self.settings
         if not data:
-            return None if data is None else Image.new("RGB", size[::-1], (recipe.blank,) * 3)
+            return None if data is None else Image.new("RGB", size[::-1], (encoding.blank,) * 3)
         try:
-            return Image.fromarray(recipe.pixels(data, size, settings.max_pixels))
+            return Image.fromarray(encoding.pixels(data, size, settings.max_pixels))
         except (decoding.ImageReject, UserError):  # or OpenCV is missing
             return None
 

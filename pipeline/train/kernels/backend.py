@@ -15,7 +15,7 @@ from torch import Tensor
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCRATCH: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
-"""Operation -> what its Triton kernels allocate beside the results: a function of the operation's
+"""Operation -> what its Triton kernels allocate in addition to the results: a function of the operation's
 arguments that makes it. Predictions of memory count it."""
 
 

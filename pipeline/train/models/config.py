@@ -28,7 +28,7 @@ class StartWeights(Weights):
     def weight_variant(self) -> str | None:
         return self.variant
 
-    def bears(self, precision: str) -> bool:
+    def supports(self, precision: str) -> bool:
         """False if the weights are known to fail in this value of `train.precision`."""
         return self.runs_in is None or precision.removesuffix("_pure") in self.runs_in
 
@@ -64,7 +64,7 @@ class FlowConfig(Section):
 
 
 class AdapterConfig(Section):
-    """Train a low-rank product beside chosen matrices, and nothing else (see docs/training.md)."""
+    """Train a low-rank product next to chosen matrices, and nothing else (see docs/training.md)."""
 
     kind: Literal["lora", "dora"] = "lora"
     """lora: W + alpha / rank * B A. dora: that with a trained length of each row."""
@@ -84,8 +84,8 @@ class AdapterConfig(Section):
 
 
 class ControlNetConfig(Section):
-    """Train a ControlNet, a copy of the model's first blocks that reads a control picture, beside the frozen model (see
-    docs/guides/controlnet.md). Its samples have `control` records (`data.pictures`)."""
+    """Train a ControlNet, a copy of the model's first blocks that reads a control picture, next to the frozen model
+    (see docs/guides/controlnet.md). Its samples have `control` records (`data.pictures`)."""
 
     layers: Positive | None = None
     """Blocks that are copied, fewer than the model has; null: 7, or as many as a smaller model allows."""

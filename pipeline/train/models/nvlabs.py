@@ -2,9 +2,9 @@
 
 `parts` maps each of their tensors to our parameters (the names that their `tools/convert_sana_to_diffusers.py` maps to
 diffusers'), `read` opens a `.pth` (with `weights_only`, so that no code runs) or safetensors file, `renamed` returns
-its tensors under our names, and `buffers` makes what their model stores beside its parameters.
+its tensors under our names, and `buffers` makes what their model stores in addition to its parameters.
 Price: a file lacks the number of heads of cross attention (known for the released widths) and, without its `pos_embed`,
-the base of a position embedding; a `config.json` beside the file overrides what the shapes say.
+the base of a position embedding; a `config.json` next to the file overrides what the shapes say.
 """
 
 from __future__ import annotations

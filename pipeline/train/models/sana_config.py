@@ -190,8 +190,8 @@ FP32_RESIDUAL = True
 
 
 def numerics(train: TrainConfig) -> Numerics:
-    """Return the numerics of `train.recipe`. The residual is in fp32, as under NVlabs' autocast."""
-    epsilons = {"cross_norm_eps": 1e-6, "attention_eps": 1e-8} if train.recipe == "nvlabs" else {}
+    """Return the numerics of `train.numerics`. The residual is in fp32, as under NVlabs' autocast."""
+    epsilons = {"cross_norm_eps": 1e-6, "attention_eps": 1e-8} if train.numerics == "nvlabs" else {}
     return Numerics(fp32_residual=FP32_RESIDUAL, **epsilons)
 
 

@@ -3,7 +3,7 @@
 A `ModelSpec` is one model: its shape, and what depends on its kind. Training, planning and the stages name no
 architecture; they call `spec_at`, `spec_of` and `spec_from_arch`.
 A new architecture is a subclass in a file of its own and a line in `KINDS`. Its module is called with the inputs of
-`Recipe.prepare` by name, keeps diffusers' parameter names, and has what `parallel.parallelize.Model` states.
+`Objective.prepare` by name, keeps diffusers' parameter names, and has what `parallel.parallelize.Model` states.
 """
 
 from __future__ import annotations

@@ -36,9 +36,9 @@ class ParallelConfig(Section):
     reduce_each_microbatch: bool | None = None
     """Reduce gradients over the processes after each microbatch of a step: no process then keeps a whole gradient (4
     bytes per parameter, on the GPU also under `offload`) between microbatches, and gradients are sent as often as there
-    are microbatches. One process alone sends nothing and needs no memory for the reduced gradient beside the whole one.
-    bf16_pure then sums them in bf16. null: no, unless a search (`microbatch` or `parallel` auto) finds that nothing
-    fits without or, on one GPU, that it is faster. A step of one microbatch is the same either way. Not with a
+    are microbatches. One process alone sends nothing and needs no memory for the reduced gradient in addition to the
+    whole one. bf16_pure then sums them in bf16. null: no, unless a search (`microbatch` or `parallel` auto) finds that
+    nothing fits without or, on one GPU, that it is faster. A step of one microbatch is the same either way. Not with a
     pipeline."""
     offload: Literal["none", "all"] = "none"
     """all: parameters, gradients and optimizer states stay in host memory, and the optimizer runs on the CPU; a block's

@@ -5,7 +5,7 @@ Frozen parameters have the dtype of the computation; where nothing is sharded FS
 Why in DDP's place and for one process in bf16, too: mixed precision, checkpoints and clipping are the same everywhere,
 and autocast would cache bf16 copies of all parameters (3 GiB for Sana 1.6B) and run linear attention's fp32 in bf16.
 Price: without `reduce_each_microbatch` every process has a full fp32 gradient between microbatches, and the last is
-reduced beside it in memory of another stream. In DDP's place FSDP2 copies parameters before use, and they stay.
+reduced next to it in memory of another stream. In DDP's place FSDP2 copies parameters before use, and they stay.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def apply_fsdp(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, 
 
     In fp32 with one process there is nothing to shard or to cast: the model is only moved to the device. With
     `train.parallel.offload: all` parameters and gradients stay in host memory (pinned where there is a GPU), and so do
-    the optimizer's states, which are made beside their parameters.
+    the optimizer's states, which are made alongside their parameters.
 
     Args:
         model: parameters of `stored_dtype`, on the meta device (then they are undefined afterwards: see

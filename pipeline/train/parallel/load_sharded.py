@@ -2,7 +2,7 @@
 
 Why through DCP's load planner: it knows which box of a tensor a process holds for every sharding (also FSDP2 over
 tensor parallelism, where a shard is a slice of a slice), and checkpoints are read with it.
-Price: one box at a time is in host memory beside the parameters.
+Price: one box at a time is in host memory next to the parameters.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ WAITING_S = 10.0
 PP, REPLICATE, SHARD, TP = DIMS = "pp", "dp_replicate", "dp_shard", "tp"
 """The mesh's dimensions, outermost first: neighbours in tp are neighbours in rank, so they share a node."""
 WAIT_S = 300
-"""Seconds that a process waits for another one, beside `patience_s`."""
+"""Seconds that a process waits for another one, in addition to `patience_s`."""
 
 
 @dataclass(frozen=True)

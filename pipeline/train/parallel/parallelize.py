@@ -31,7 +31,7 @@ from pipeline.train.parallel.shards import local, sharding_groups
 
 COMPILE_BACKEND = "inductor"
 """torch.compile's backend."""
-EXTRA = "recipe"
+EXTRA = "objective"
 """Submodule of a model with the modules that what is learned adds to it; used outside of the model's forward pass."""
 
 _ByGroups = dict[tuple[ProcessGroup, ...], list[Tensor]]

@@ -20,7 +20,7 @@ from pipeline.train.parallel.collectives import broadcast_from_rank_0, require_e
 from pipeline.train.parallel.load_sharded import load_sharded
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.training import checkpoint, optimizers
-from pipeline.train.training.assemble import Trainable, assemble, recipe_of
+from pipeline.train.training.assemble import Trainable, assemble, objective_of
 from pipeline.train.training.base_weights import check_base, start_values
 from pipeline.train.training.checkpoint import Resumed
 from pipeline.train.training.ema import EMA
@@ -64,7 +64,7 @@ class TrainingRun:
         return self.began_from["total"] if self.began_from else 0
 
     def sections(self) -> dict[str, dict[str, Tensor]]:
-        """Tensors of a checkpoint beside those of model and optimizer."""
+        """Tensors of a checkpoint in addition to those of model and optimizer."""
         ema = {"ema": self.ema.values} if self.ema is not None else {}
         return {**ema, **({"loss_scale": self.step.scale.state} if self.step.scale.dynamic else {})}
 
@@ -185,7 +185,7 @@ def trainable_of(train: TrainConfig, task: TrainingTask, *, start: bool = True) 
     read. Errors as in `architecture_of`."""
     spec = architecture_of(task.model, task.sample_size)
     adapter = task.adapter if task.adapter is not None else adapter_of(train, spec, start=start)
-    return Trainable(spec, task.recipe or recipe_of(train, task.preserved), adapter)
+    return Trainable(spec, task.objective or objective_of(train, task.preserved), adapter)
 
 
 def architecture_of(model: ModelConfig, sample_size: int) -> ModelSpec:

@@ -589,7 +589,7 @@ EMA_WEIGHTS, LAST_WEIGHTS = "EMA weights", "last weights"
 
 class ModelTensors(Mapping[str, Tensor]):
     """The model's weights in a checkpoint by parameter name (fp32, CPU, our layout), each read on access, without what
-    a recipe has beside them. Needs no process group.
+    an objective has next to them. Needs no process group.
 
     Args:
         folder: `.../checkpoints/step-00000500`.
@@ -656,12 +656,14 @@ def as_trained(train: TrainConfig, earlier: dict[str, Any]) -> TrainConfig:
     """The options of `train` with what decides a drawing as it was in a training (`earlier`, a whole configuration):
     pictures are those that it draws, whatever the file says today."""
     then = earlier["train"]
-    return train.model_copy(update={"recipe": then["recipe"], "flow": type(train.flow).model_validate(then["flow"])})
+    return train.model_copy(
+        update={"numerics": then["numerics"], "flow": type(train.flow).model_validate(then["flow"])}
+    )
 
 
 def other_drawing(train: TrainConfig, trained: TrainConfig) -> list[str]:
     """Say what `as_trained` has changed, in words: `train.flow.shift 3.0, not 1.0`."""
-    values = [("flow.shift", trained.flow.shift, train.flow.shift), ("recipe", trained.recipe, train.recipe)]
+    values = [("flow.shift", trained.flow.shift, train.flow.shift), ("numerics", trained.numerics, train.numerics)]
     return [f"train.{name} {old}, not {new}" for name, old, new in values if old != new]
 
 

@@ -23,7 +23,7 @@ class OptimConfig(Section):
     eps: Annotated[float, Field(gt=0)] | None = 1e-8
     """AdamW's eps; null: 1e-8. CAME needs null (its eps are fixed)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Decay of matrices and convolutions; with `recipe: nvlabs` of all parameters."""
+    """Decay of matrices and convolutions; with `numerics: nvlabs` of all parameters."""
     clip: Annotated[float, Field(gt=0)] | None = 0.1
     """Limit on the global norm of the gradient; null: none."""
     warmup_steps: NotNegative = 2000
@@ -63,7 +63,7 @@ class EmaConfig(Section):
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
     """Decay per step; a new average starts with (1 + step) / (10 + step) if that is less."""
     device: Literal["same", "cpu"] = "same"
-    """same: beside the parameters. cpu: in host memory."""
+    """same: next to the parameters. cpu: in host memory."""
 
 
 class PreserveConfig(Section):

@@ -40,7 +40,7 @@ FOLDER = "pictures"
 _MOST = 3
 """A forward pass without gradients may have this many times the image tokens of a training microbatch. Traced for Sana
 1.6B at 1024 x 1024 with full recomputation, updates in the backward pass and 8 shards: a step with one sample takes
-1094 MiB beside the optimizer's states, drawing with 4 samples 788."""
+1094 MiB in addition to the optimizer's states, drawing with 4 samples 788."""
 
 
 class Drawings:

@@ -3,7 +3,7 @@
 `EMA` keeps an fp32 average of every trained parameter, by name: FSDP2's modules cannot be copied. The decay grows with
 the step, min(decay, (1 + step) / (10 + step)), so that an average that began with random weights forgets them.
 Price: 4 bytes per parameter, on the device or on the host. On the host the weights are copied to page-locked memory,
-which occupies as much again, beside the next step's passes, and a thread does the arithmetic.
+which occupies as much again, alongside the next step's passes, and a thread does the arithmetic.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from pipeline.data.loader.validation_loader import ValidationLoader
 from pipeline.train.config import TrainConfig
 from pipeline.train.models.config import ModelConfig, SampleConfig
 from pipeline.train.parallel.mesh import Layout
-from pipeline.train.training.assemble import recipe_of
+from pipeline.train.training.assemble import objective_of
 from pipeline.train.training.config import PicturesConfig
 from pipeline.train.training.task import DrawnPrompts, TrainingTask, WrittenConfiguration
 
@@ -47,7 +47,7 @@ def task_of(
 ) -> TrainingTask:
     """The data of a run, and what it needs of other sections."""
     snapshot, part = inputs.snapshot, inputs.heldout
-    kinds = recipe_of(train).pictures
+    kinds = objective_of(train).pictures
 
     def check(layout: Layout) -> None:
         inputs.check_pictures(kinds)
@@ -122,7 +122,7 @@ def _drawn_prompts(train: TrainConfig, inputs: Inputs) -> DrawnPrompts:
         return bf16(rows), torch.from_numpy(mask)
 
     names = {
-        "latent_recipe": latent.id,
+        "latent_encoding": latent.id,
         "latent": latent.values(),
         "prompt_set": "+".join(prompts.id for prompts in sets),
     }

@@ -219,7 +219,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
     A row `event: validation` (`read_events` returns them) has step, loss (mean over the samples and noise levels of
     `training.validation`; null if it is not finite), by_sigma and by_bucket (its parts by noise level and by
-    bucket), by_age (of `old` and of `new` samples, where they are separate), parts (and `Recipe.contrast`), the same
+    bucket), by_age (of `old` and of `new` samples, where they are separate), parts (and `Objective.contrast`), the same
     with `ema_` before the name (with the moving averages; null without them), samples, snapshot (where the samples are
     from), seconds and time. A row `event: pictures` has step, count, prompt_set, file (of the latents, in the run
     directory), seconds and time.

@@ -28,7 +28,7 @@ from pipeline.train.parallel.data_parallel import COMPUTE
 from pipeline.train.parallel.microbatch import Microbatch
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.training.loss_scale import LossScale
-from pipeline.train.training.recipes import Recipe, StepLoss, visit_hashes
+from pipeline.train.training.objectives import Objective, StepLoss, visit_hashes
 
 _MAX_NAMED = 64
 """Samples that an error names at most."""
@@ -46,7 +46,7 @@ class Outcome:
     """Result of one step, as tensors on the device (read them only after `TrainStep.await_verdict`).
 
     loss: mean over the global batch, fp32 scalar. grad_norm: global L2 norm before clipping, fp32 scalar.
-    parts: the same for each loss of a recipe that has several, not weighted. samples: size of the global batch.
+    parts: the same for each loss of an objective that has several, not weighted. samples: size of the global batch.
     skipped: the fp16 gradient overflowed and the weights stayed as they were.
     """
 
@@ -87,7 +87,7 @@ class TrainStep:
     """Callable that does one optimizer step. Build it once per run.
 
     Args:
-        model: called with the recipe's inputs by name.
+        model: called with the objective's inputs by name.
         names: sample ids -> names for error messages, as far as they are known.
 
     Attributes:
@@ -98,14 +98,14 @@ class TrainStep:
     def __init__(
         self,
         model: ParallelModel,
-        recipe: Recipe,
+        objective: Objective,
         optimizer: torch.optim.Optimizer,
         train: TrainConfig,
         device: torch.device,
         names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {},
     ):
-        self.model, self.recipe, self.optimizer, self.names = model, recipe, optimizer, names
-        self.loss = StepLoss(recipe)
+        self.model, self.objective, self.optimizer, self.names = model, objective, optimizer, names
+        self.loss = StepLoss(objective)
         self.clip, self.dtype, self.device = train.optim.clip, COMPUTE[train.precision], device
         self._masked = any(getattr(part, "mask_columns", None) is not None for part in model.module.modules())
         self.world = dist.get_world_size() if dist.is_initialized() else 1
@@ -125,7 +125,7 @@ class TrainStep:
         """
         ids = tuple(identity for batch in batches for identity in batch.sample_ids)
         factor = self.scale.value
-        loss = self.loss if factor == 1 else StepLoss(self.recipe, factor)
+        loss = self.loss if factor == 1 else StepLoss(self.objective, factor)
         rows = self.model.forward_backward(map(self.prepare, batches), loss, len(ids))
         self.await_verdict()
         norm = self._to_device(self.model.gradient_norm()) / factor
@@ -152,8 +152,8 @@ class TrainStep:
         self.optimizer.step()
 
     def prepare(self, batch: Batch, level: float | None = None) -> Microbatch:
-        """See `Recipe.prepare`; on this step's device and in its dtype."""
-        prepared = self.recipe.prepare(batch, self._to_device, self.dtype, level)
+        """See `Objective.prepare`; on this step's device and in its dtype."""
+        prepared = self.objective.prepare(batch, self._to_device, self.dtype, level)
         if not self._masked or level is not None:
             return prepared
         captions, mask = (prepared.inputs[name] for name in ("captions", "mask"))
@@ -205,7 +205,7 @@ class TrainStep:
         sums = torch.cat([total[None], counts, parts])
         if self.world > 1:
             dist.all_reduce(sums)
-        names = self.recipe.parts if len(parts) else ()
+        names = self.objective.parts if len(parts) else ()
         means = dict(zip(names, (sums[4:] / sums[1]).float(), strict=True))
         samples = count * self.model.data_world
         outcome = Outcome(step, (sums[0] / sums[1]).float(), norm, samples, bucket, parts=means)

@@ -19,7 +19,7 @@ from pipeline.train.config import TrainConfig
 from pipeline.train.models.adapters import Adapter
 from pipeline.train.models.config import ModelConfig, SampleConfig
 from pipeline.train.parallel.mesh import Layout
-from pipeline.train.training.recipes import Recipe
+from pipeline.train.training.objectives import Objective
 
 Log = Callable[[str], None]
 Compare = Callable[[dict[str, Any]], tuple[list[str], dict[str, Any]]]
@@ -71,7 +71,7 @@ class WrittenConfiguration:
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """The data of a run and what else it needs beside the options of `train`, as far as the trainer must know it.
+    """The data of a run and what else it needs next to the options of `train`, as far as the trainer must know it.
 
     Attributes:
         first_state: snapshot, seed and phase of the order; its step is ignored.
@@ -86,8 +86,8 @@ class TrainingTask:
         leaked: held-out samples that look like one of the training, as far as that is known.
         old_samples: ids of held-out samples whose loss is shown apart, uint64 (n,); None: none.
         pictures: what is drawn at `train.pictures`; None: nothing. sample: steps, guidance and seed of the drawing.
-        recipe: what is learned; None: that of the configuration. adapter: the part of the model that is trained; None:
-            that of the configuration. preserved: (n, D) text rows of each of `train.preserve.prompt`.
+        objective: what is learned; None: that of the configuration. adapter: the part of the model that is trained;
+            None: that of the configuration. preserved: (n, D) text rows of each of `train.preserve.prompt`.
         model: the weights that the run begins with, or the shape of a new model.
         written: the configuration for the files of the run.
         patience_s: how long processes wait for each other and for storage, at least.
@@ -112,7 +112,7 @@ class TrainingTask:
     leaked: int = 0
     old_samples: np.ndarray | None = None
     pictures: DrawnPrompts | None = None
-    recipe: Recipe | None = None
+    objective: Objective | None = None
     adapter: Adapter | None = None
     preserved: Sequence[Tensor] = ()
     patience_s: float = PATIENCE_S

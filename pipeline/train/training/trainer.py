@@ -239,7 +239,7 @@ class Loop:
 
     def _learning_rate(self, step: int) -> float:
         train = self.train
-        return optimizers.learning_rate(train.optim, step - 1, train.steps, train.recipe)
+        return optimizers.learning_rate(train.optim, step - 1, train.steps, train.numerics)
 
     def _seed(self, step: int) -> None:
         seed = generator_seed(self.context.task.first_state, step, self.part)

@@ -5,7 +5,7 @@ and bad weights (the mean over equidistant levels is MLPerf Training's rule for 
 changes: no generator is used, averages are exchanged with the weights and back bit for bit, gathered parameters are
 freed, and blocks run uncompiled, so that no graph is added.
 Price: `samples` x `LEVELS` forward passes each time (about a third of a step each), twice with averages, and twice for
-a recipe with a contrast.
+an objective with a contrast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.data.loader.loader import Batch
-from pipeline.train.models.objective import equidistant
+from pipeline.train.models.flow_matching import equidistant
 from pipeline.train.parallel.collectives import broadcast_from_rank_0, run_on_all
 from pipeline.train.training.build import TrainingRun
 from pipeline.train.training.config import ValidationConfig
@@ -35,8 +35,8 @@ LEVELS = 8
 """Noise levels at which each sample is measured, as in MLPerf Training's text-to-image benchmark."""
 Totals = dict[tuple[int, int], Tensor]
 """Sums by bucket: (groups, levels + parts + 1) float64, those of the losses at each level and of each part of a loss
-that has several, and the numbers of samples; before these, for a recipe with a contrast, the sums of what it adds to
-the loss and the numbers of samples that have another one in their microbatch. The groups are `_AGES` where the task
+that has several, and the numbers of samples; before these, for an objective with a contrast, the sums of what it adds
+to the loss and the numbers of samples that have another one in their microbatch. The groups are `_AGES` where the task
 names old samples, else there is one."""
 _AGES = ("old", "new")
 
@@ -52,9 +52,9 @@ class Validation:
         self.levels = equidistant(LEVELS)
         self.group: dist.ProcessGroup | None = None  # of the feed
         self._divided = () if context.task.old_samples is None else ("by_age",)
-        parts = run.trainable.recipe.parts
+        parts = run.trainable.objective.parts
         self._parts = tuple(parts) if len(parts) > 1 else ()
-        self._contrast = run.trainable.recipe.contrast if context.train.microbatch > 1 else None
+        self._contrast = run.trainable.objective.contrast if context.train.microbatch > 1 else None
         has_parts = self._parts or self._contrast is not None
         self._keys = "loss", "by_sigma", "by_bucket", *self._divided, *(("parts",) if has_parts else ())
 
@@ -113,11 +113,11 @@ class Validation:
         return dict(zip(totals, joined / context.layout.model_parallel_size, strict=True))
 
     def _contrasting(self, batch: Batch, losses: Tensor) -> list[Tensor]:
-        """Return what the recipe's contrast adds to the losses (n,) of the samples that count, and which of them have
-        another one in the microbatch: (1, n) each. None without a contrast."""
+        """Return what the objective's contrast adds to the losses (n,) of the samples that count, and which of them
+        have another one in the microbatch: (1, n) each. None without a contrast."""
         if self._contrast is None:
             return []
-        step, other = self.run.step, self.run.trainable.recipe.contrasted(batch)
+        step, other = self.run.step, self.run.trainable.objective.contrasted(batch)
         rows = self.run.model.losses((step.prepare(other, level) for level in self.levels), step.loss)
         added = torch.stack(rows)[:, :1, : len(losses)].double().mean(0) - losses
         compared = torch.full_like(added, len(losses) > 1)  # one that is alone is repeated to fill the microbatch

@@ -60,7 +60,7 @@ def alone(launch: Launch) -> None:
     given |= {"timestep": inputs["timesteps"], "return_dict": False}
     (added,) = control(inputs["latents"], controlnet_cond=inputs["control"], conditioning_scale=1.0, **given)
     output = base(inputs["latents"], controlnet_block_samples=tuple(added), **given)[0]
-    loss = step.recipe.losses(Outputs(output, {}, {}), targets)["flow"].mean()
+    loss = step.objective.losses(Outputs(output, {}, {}), targets)["flow"].mean()
     loss.backward()
     gradients = {f"{PREFIX}{name}": p.grad for name, p in control.named_parameters()}
     torch.save((loss.item(), gradients), Path(sys.argv[1]) / "alone.pt")

@@ -37,7 +37,7 @@ from pipeline.data.cache.cache import Cache
 from pipeline.data.cache.files import Files
 from pipeline.data.encoding import scan
 from pipeline.data.images import decoding, vips_decoder
-from pipeline.data.signals.text import TextRecipe
+from pipeline.data.signals.text import TextEncoding
 from pipeline.data.snapshots import filters
 from pipeline.data.sources.config import DataConfig
 from pipeline.data.sources.detect import open_source
@@ -95,8 +95,8 @@ RECORDS = shard.records_schema("latent").empty_table()
 
 def shard_file() -> bytes:
     folder = Path(FOLDER) / "shard"
-    recipe = TextRecipe(weights="w", width=6)
-    with shard.ShardWriter(Cache(folder, create=True).files, recipe, "unit") as writer:
+    encoding = TextEncoding(weights="w", width=6)
+    with shard.ShardWriter(Cache(folder, create=True).files, encoding, "unit") as writer:
         for i in range(3):
             writer.add(bytes([i] * 16), np.full((3, 6), i, np.uint16), caption=f"caption {i}")
         writer.finish()

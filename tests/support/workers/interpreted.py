@@ -134,7 +134,7 @@ def errors(
     sizes: Callable[..., list[float]] | None = None,
 ) -> dict[str, float]:
     """L2 error of the result and of each gradient, relative to the exact one or to `sizes(leaves, *more)`; a
-    gradient that is small beside the others is compared with a tenth of the largest."""
+    gradient that is small compared with the others is compared with a tenth of the largest."""
     memory = Poisoned()
     given = [poisoned(x, x.dtype, memory) for x in given]
     leaves = [x.double().requires_grad_() for x in given]

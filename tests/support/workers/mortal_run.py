@@ -36,7 +36,7 @@ def main() -> None:
                 mark.touch()
                 if seconds < 0:
                     saved = run / f"checkpoints/step-{step // SAVE_EVERY * SAVE_EVERY:08d}"
-                    while not saved.exists():  # it is written beside the steps, by all processes
+                    while not saved.exists():  # it is written alongside the steps, by all processes
                         time.sleep(0.02)
                     os.kill(os.getpid(), signal.SIGSTOP)
                 elif seconds:

@@ -36,7 +36,7 @@ from tests.support.workers.strategies import launches
 CPU = torch.device("cpu")
 SHAPES = [(7, 5), (2, 16), (10, 6, 1, 1), (12, 1, 3, 3), (8, 6, 3, 3), (9,), (3,), (3, 5)]
 JOINT = ((0, 7), (5, 6))
-"""Which of them are rows of one matrix, or of one vector, under NVlabs' recipe."""
+"""Which of them are rows of one matrix, or of one vector, under NVlabs' numerics."""
 PLACES: dict[str, tuple[tuple[int, ...], list[Any]]] = {
     "rows": ((4,), [Shard(0)]),
     "columns": ((4,), [Shard(1)]),

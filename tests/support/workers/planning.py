@@ -58,9 +58,9 @@ def encode_run(
     """A run whose engine commits empty units."""
     config = load(None, [f"cache={cache_root}", *options])
     cache = Cache(config.cache, create=True)
-    latent, text = large_cache.recipes(config)
-    for recipe in (latent, text):
-        cache.add_recipe(recipe)
+    latent, text = large_cache.encodings(config)
+    for encoding in (latent, text):
+        cache.add_encoding(encoding)
     worker = Worker(Claims(cache.files, stale_s), Stop(0), task, tasks)
 
     @contextmanager

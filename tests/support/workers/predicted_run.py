@@ -22,7 +22,7 @@ from pipeline.train.parallel.mesh import open_mesh
 from pipeline.train.parallel.parallelize import parallelize
 from pipeline.train.parallel.shards import local
 from pipeline.train.training import optimizers
-from pipeline.train.training.recipes.flow import Flow
+from pipeline.train.training.objectives.flow import Flow
 from pipeline.train.training.step import TrainStep
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
 

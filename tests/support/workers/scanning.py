@@ -54,7 +54,7 @@ def main(cache_root: str, data: str, log: str, task: str, tasks: str, stale_s: s
                 fragments=fragments,
             )
             cache.add_scan(
-                "photos", {"root": data, "table": cache.put_table(table), "recipes": {"latent": "l", "text": "t"}}
+                "photos", {"root": data, "table": cache.put_table(table), "encodings": {"latent": "l", "text": "t"}}
             )
             fragments.finish()
     except Stopped:

@@ -1,6 +1,6 @@
 """Runs with adapters and with a second loss on two processes: torchrun -m tests.support.workers.seams FOLDER.
 
-FOLDER has the runs of one process (`made`); the results are run directories beside them.
+FOLDER has the runs of one process (`made`); the results are run directories next to them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
         "dora": {"preserved": [PROMPT]},
         "controlnet": {},
         "low rank": {"adapter": LowRank()},
-        "aligned": {"recipe": Aligned(given.train.flow)},
+        "aligned": {"objective": Aligned(given.train.flow)},
     }
     part = parts[kind]
     if kind == "dora":

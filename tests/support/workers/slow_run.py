@@ -1,4 +1,4 @@
-"""A run that would take minutes, in argv[1]; each process leaves its id beside the run directory."""
+"""A run that would take minutes, in argv[1]; each process leaves its id next to the run directory."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from pipeline.train.parallel.mesh import Layout
 from pipeline.train.parallel.microbatch import Outputs
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.training import optimizers
-from pipeline.train.training.assemble import recipe_of
+from pipeline.train.training.assemble import objective_of
 from pipeline.train.training.optimizers import in_backward
 from pipeline.train.training.step import TrainStep
 from pipeline.train.training.task import DrawnPrompts, TrainingTask, WrittenConfiguration
@@ -176,7 +176,7 @@ def prompts(settings: Config, size: tuple[int, int] = (64, 64)) -> DrawnPrompts:
     def control(number: int) -> Tensor:
         return torch.randn(CHANNELS, size[0] // 8, size[1] // 8, generator=torch.Generator().manual_seed(number))
 
-    names = {"latent_recipe": "latents", "prompt_set": "five"}
+    names = {"latent_encoding": "latents", "prompt_set": "five"}
     given = control if settings.train.controlnet is not None else None
     return DrawnPrompts(TEXTS, rows, null, *size, compression=8, names=names, control=given)
 
@@ -257,7 +257,7 @@ def train_step(
     """A step on the CPU. Without an optimizer it only records the gradients."""
     parallel_model = model if isinstance(model, ParallelModel) else ParallelModel(model)
     optimizer = optimizer or Recorder(parallel_model.module)
-    return TrainStep(parallel_model, recipe_of(train), optimizer, train, torch.device("cpu"), **options)
+    return TrainStep(parallel_model, objective_of(train), optimizer, train, torch.device("cpu"), **options)
 
 
 def losses(step: TrainStep, batch: Batch) -> Tensor:
@@ -281,14 +281,14 @@ def train_losses(
 ) -> list[float]:
     """The losses of `steps` optimizer steps over made-up batches."""
     train, parallel_model = settings.train, model if isinstance(model, ParallelModel) else ParallelModel(model)
-    optimizer = optimizers.build(parallel_model.module, train.optim, torch.device("cpu"), recipe=train.recipe)
+    optimizer = optimizers.build(parallel_model.module, train.optim, torch.device("cpu"), numerics=train.numerics)
     step = train_step(parallel_model, train, optimizer)
     if train.optim.in_backward:
         in_backward.fuse(optimizer, parallel_model)
     result = []
     for number in range(steps):
         optimizers.set_learning_rate(
-            optimizer, optimizers.learning_rate(train.optim, number, train.steps, train.recipe)
+            optimizer, optimizers.learning_rate(train.optim, number, train.steps, train.numerics)
         )
         outcome = step(microbatches(global_batch(number), train.microbatch, rank, world), number + 1)
         result.append(float(outcome.loss))

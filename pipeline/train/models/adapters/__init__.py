@@ -38,7 +38,7 @@ class Adapter(ABC):
     Attributes:
         kind: its name in `KINDS`.
         formats: what `save` writes, in the order of preference.
-        stays: what is trained stays beside the model's parameters, which do not change.
+        stays: what is trained stays next to the model's parameters, which do not change.
         readme: template of an export's README.
     """
 

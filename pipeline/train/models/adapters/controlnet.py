@@ -1,4 +1,4 @@
-"""A ControlNet beside a frozen model: `train.controlnet`.
+"""A ControlNet next to a frozen model: `train.controlnet`.
 
 What: the child `controlnet` of the module (`models.sana_control`), a copy of the base's first blocks with zero
 layers, so that the first step is the base's. It is never part of the base: exports are a folder of diffusers'

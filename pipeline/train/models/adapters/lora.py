@@ -38,7 +38,7 @@ _PEFT = re.compile(r"^base_model\.model\.(?:transformer\.)?")
 
 
 class LoRA(Adapter):
-    """A low-rank product beside each chosen matrix. targets: paths of the adapted modules, in the model's order."""
+    """A low-rank product next to each chosen matrix. targets: paths of the adapted modules, in the model's order."""
 
     kind = "lora"
     formats = ("diffusers", "comfyui")

@@ -32,16 +32,16 @@ NEW_CONCEPTS = 5e-5
 """Rate below which users who fine-tune Sana report that new concepts come slowly."""
 
 
-def learning_rate(config: OptimConfig, step: int, steps: int, recipe: str = "default") -> float:
+def learning_rate(config: OptimConfig, step: int, steps: int, numerics: str = "default") -> float:
     """The rate of a step: lr * min(1, (step + 1) / warmup_steps) * the share that the schedule leaves of it.
 
     Steps count from 0 here; the loop counts from 1 and passes `step - 1`. So the first step has 1/warmup_steps of the
-    peak, not 0, and step `warmup_steps - 1` the peak. NVlabs' recipe is one step behind: its first step has rate 0.
+    peak, not 0, and step `warmup_steps - 1` the peak. NVlabs' trainer is one step behind: its first step has rate 0.
 
     Args:
         steps: of the run. A rate that falls would reach its end at this step, which is the first after the run.
     """
-    done = step if recipe == "nvlabs" else step + 1
+    done = step if numerics == "nvlabs" else step + 1
     warm = min(1.0, done / config.warmup_steps) if config.warmup_steps else 1.0
     return config.lr * warm * _share_of_peak(config, step, steps)
 
@@ -96,7 +96,7 @@ def joint_weights(named: Iterable[tuple[str, torch.Tensor]]) -> list[list[torch.
 
 
 def build(
-    model: nn.Module, config: OptimConfig, device: torch.device, *, seed: int = 0, recipe: str = "default"
+    model: nn.Module, config: OptimConfig, device: torch.device, *, seed: int = 0, numerics: str = "default"
 ) -> torch.optim.Optimizer:
     """The optimizer of the model's parameters (plain or sharded, fp32 or bf16). Call it after `parallelize`.
 
@@ -105,7 +105,7 @@ def build(
     under tensor parallelism alone, whose parameters are in part plain tensors; torch's kernel takes one kind.
     seed: of stochastic rounding, for bf16 parameters."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    nvlabs = recipe == "nvlabs"
+    nvlabs = numerics == "nvlabs"
     groups = [
         {"params": [p for n, p in named if decays(n, p)], "weight_decay": config.weight_decay},
         {"params": [p for n, p in named if not decays(n, p)], "weight_decay": config.weight_decay if nvlabs else 0.0},
@@ -142,13 +142,13 @@ def check(config: OptimConfig) -> None:
 
 def check_resumable(earlier: dict[str, Any], train: TrainConfig) -> None:
     """Refuse to continue with an optimizer that cannot use the checkpoint's state. earlier: its section `train`."""
-    before, now, recipes = earlier["optim"]["name"], train.optim.name, (earlier["recipe"], train.recipe)
-    if before == now == "came" and recipes[0] != recipes[1]:
+    before, now, numerics = earlier["optim"]["name"], train.optim.name, (earlier["numerics"], train.numerics)
+    if before == now == "came" and numerics[0] != numerics[1]:
         raise ConfigError(
             "the checkpoint holds the state of another form of CAME",
-            expected=f"train.recipe: {recipes[0]}",
-            found=f"train.recipe: {recipes[1]}",
-            fix=f"--set train.recipe={recipes[0]}, or begin a new run, with fresh moments: --from CHECKPOINT --set "
+            expected=f"train.numerics: {numerics[0]}",
+            found=f"train.numerics: {numerics[1]}",
+            fix=f"--set train.numerics={numerics[0]}, or begin a new run, with fresh moments: --from CHECKPOINT --set "
             "train.output=DIR",
         )
     if _STATE[before] != _STATE[now]:

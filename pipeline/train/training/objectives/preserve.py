@@ -1,4 +1,4 @@
-"""Sana's recipe with preservation: on a share of the samples the adapted model is to predict what its base predicts.
+"""Sana's objective with preservation: on a share of the samples the adapted model is to predict what its base predicts.
 
 What: `train.preserve`. The target of a preserved sample is the prediction of the same weights without the adapter, from
 the same noised latents and, with a prompt, for this prompt in place of the sample's caption. No second model is needed.
@@ -20,8 +20,8 @@ from pipeline.data.loader.loader import Batch
 from pipeline.train.models.config import FlowConfig
 from pipeline.train.parallel.microbatch import REFERENCE, Microbatch, Outputs
 from pipeline.train.training.config import MaskConfig, PreserveConfig
-from pipeline.train.training.recipes import ToDevice, visit_chosen, visit_hashes
-from pipeline.train.training.recipes.flow import Flow
+from pipeline.train.training.objectives import ToDevice, visit_chosen, visit_hashes
+from pipeline.train.training.objectives.flow import Flow
 
 _PRESERVED, _ROWS = "preserved", "rows"
 
@@ -68,7 +68,7 @@ class Preserving(Flow):
         preserve = torch.zeros_like(flow)
         if REFERENCE in targets:
             rows = targets[_ROWS]
-            values = self.objective.loss(outputs.prediction[rows], targets[REFERENCE])
+            values = self.flow.loss(outputs.prediction[rows], targets[REFERENCE])
             preserve = preserve.index_copy(0, rows, values) * kept
         return {"flow": flow * ~kept, "preserve": preserve}
 

@@ -1,8 +1,8 @@
 """The objectives that a run may learn: from a batch and its draws to the model's inputs, and from its output to losses
 by name.
 
-A `Recipe` is a file here; `flow` is Sana's. A recipe may tap blocks, whose outputs its losses are given, and may have
-modules of its own, which are trained and saved but not exported.
+An `Objective` is a file here; `flow` is Sana's. An objective may tap blocks, whose outputs its losses are given, and
+may have modules of its own, which are trained and saved but not exported.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pipeline.train.parallel.microbatch import Microbatch, Outputs
 ToDevice = Callable[[Tensor], Tensor]
 
 
-class Recipe(ABC):
+class Objective(ABC):
     """The objective of a run.
 
     Attributes:
         parts: weight of each loss in the sum that is differentiated, by name.
-        pictures: kinds of picture records that `Batch.pictures` is to have, beside the latents.
+        pictures: kinds of picture records that `Batch.pictures` is to have, in addition to the latents.
         taps: numbers of the blocks whose outputs `losses` is given.
         contrast: what a validation calls the loss of the batches of `contrasted`; None: it measures none.
     """
@@ -56,7 +56,7 @@ class Recipe(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no contrast")
 
     def modules(self, spec: ModelSpec) -> dict[str, nn.Module]:
-        """Modules of the recipe's own, made anew; `Outputs.modules` has them in the run."""
+        """Modules of the objective's own, made anew; `Outputs.modules` has them in the run."""
         return {}
 
     def initial(self, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -76,18 +76,18 @@ def visit_chosen(batch: Batch, purpose: str, share: float) -> Tensor:
 
 
 class StepLoss:
-    """A recipe's losses as `ParallelModel` takes them: row 0 is the weighted sum times `scale`; where there are several
-    parts, a row of each follows, as it is."""
+    """An objective's losses as `ParallelModel` takes them: row 0 is the weighted sum times `scale`; where there are
+    several parts, a row of each follows, as it is."""
 
-    def __init__(self, recipe: Recipe, scale: float = 1.0):
-        self.recipe, self.scale = recipe, scale
-        self.rows = 1 + (len(recipe.parts) if len(recipe.parts) > 1 else 0)
+    def __init__(self, objective: Objective, scale: float = 1.0):
+        self.objective, self.scale = objective, scale
+        self.rows = 1 + (len(objective.parts) if len(objective.parts) > 1 else 0)
 
     def __call__(self, outputs: Outputs, targets: Mapping[str, Tensor]) -> Tensor:
-        losses, total = self.recipe.losses(outputs, targets), None
-        for name, weight in self.recipe.parts.items():
+        losses, total = self.objective.losses(outputs, targets), None
+        for name, weight in self.objective.parts.items():
             part: Any = losses[name] if weight == 1 else losses[name] * weight
             total = part if total is None else total + part
         assert total is not None
-        reported = [losses[name].detach() for name in self.recipe.parts] if self.rows > 1 else []
+        reported = [losses[name].detach() for name in self.objective.parts] if self.rows > 1 else []
         return torch.stack([total if self.scale == 1 else total * self.scale, *reported])

@@ -1,4 +1,4 @@
-"""`train.recipe: nvlabs` trains as NVlabs' trainer: fifty steps against a reference written from their formulas."""
+"""`train.numerics: nvlabs` trains as NVlabs' trainer: fifty steps against a reference written from their formulas."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def settings_of(folder: Path, start: Path, optimizer: str, precision: str, **mor
         "betas": None,
         "eps": None,
     }
-    options = {"recipe": "nvlabs", "microbatch": 8, "save_every": STEPS, **more}
+    options = {"numerics": "nvlabs", "microbatch": 8, "save_every": STEPS, **more}
     settings = tiny_run.config(folder, steps=STEPS, precision=precision, optim=optim, **options)
     return settings.model_copy(update={"model": ModelConfig(weights=StartWeights(id=str(start)))})
 
@@ -187,8 +187,8 @@ def test_fifty_steps_in_bf16_are_those_of_nvlabs(optimizer: str, starts: dict[bo
     assert weights <= rounding[1]
 
 
-def test_the_recipe_reaches_every_norm_and_denominator() -> None:
-    model = tiny_run.model(tiny_run.config(recipe="nvlabs", arch={"qk_norm": QK_NORM}))
+def test_the_numerics_reaches_every_norm_and_denominator() -> None:
+    model = tiny_run.model(tiny_run.config(numerics="nvlabs", arch={"qk_norm": QK_NORM}))
     for block in model.blocks:
         eps = [block.get_submodule(f"{attention}.norm_{part}").eps for attention in ("attn1", "attn2") for part in "qk"]
         assert eps == [1e-5, 1e-5, 1e-6, 1e-6]
@@ -207,9 +207,9 @@ def test_the_epsilon_of_linear_attention_is_in_its_denominator() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "came"])
-def test_without_the_recipe_the_steps_are_others(optimizer: str, starts: dict[bool, Path], tmp_path: Path) -> None:
+def test_without_the_numerics_the_steps_are_others(optimizer: str, starts: dict[bool, Path], tmp_path: Path) -> None:
     expected = reference(starts[True], optimizer, bf16=False, dtype=torch.float64)
-    settings = settings_of(tmp_path, starts[True], optimizer, "fp32", recipe="default")
+    settings = settings_of(tmp_path, starts[True], optimizer, "fp32", numerics="default")
     losses, weights = apart(trained(settings), expected, True)
     assert losses > 1e-5
     assert weights > 1e-5

@@ -1,7 +1,7 @@
-"""Sana's recipe with a control picture: `train.controlnet`.
+"""Sana's objective with a control picture: `train.controlnet`.
 
-The model reads the latents of the control beside the noised latents. Dropped controls are zeros; samples are drawn by a
-hash of the visit's other draws, so that every topology and every resume draws the same ones. A validation drops none,
+The model reads the latents of the control next to the noised latents. Dropped controls are zeros; samples are drawn by
+a hash of the visit's other draws, so that every topology and every resume draws the same ones. A validation drops none,
 and also measures the loss with the controls of other samples: it rises above the loss as the model learns to follow.
 """
 
@@ -15,8 +15,8 @@ from pipeline.data.loader.loader import Batch
 from pipeline.train.models.config import FlowConfig
 from pipeline.train.parallel.microbatch import Microbatch
 from pipeline.train.training.config import MaskConfig
-from pipeline.train.training.recipes import ToDevice, visit_chosen
-from pipeline.train.training.recipes.flow import Flow
+from pipeline.train.training.objectives import ToDevice, visit_chosen
+from pipeline.train.training.objectives.flow import Flow
 
 
 class Controlled(Flow):

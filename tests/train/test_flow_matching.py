@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.train.models.config import FlowConfig
-from pipeline.train.models.objective import FlowMatching
+from pipeline.train.models.flow_matching import FlowMatching
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 4.0, 6.0])

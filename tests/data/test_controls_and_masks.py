@@ -1,5 +1,5 @@
-"""Further pictures of a sample: found in the layouts that people use, cropped as the picture, stored as records, and
-refused with a reason."""
+"""Control pictures and masks of a sample: found in the layouts that people use, cropped as the picture, stored as
+records, and refused with a reason."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from pipeline.data.encoding import scan_rows, unit_records
 from pipeline.data.images import decoding
 from pipeline.data.loader.loader import Loader
 from pipeline.data.signals import Encoders
-from pipeline.data.signals.control import ControlRecipe
-from pipeline.data.signals.mask import MaskRecipe
+from pipeline.data.signals.control import ControlEncoding
+from pipeline.data.signals.mask import MaskEncoding
 from pipeline.tools.reporting import sample_view
 from pipeline.tools.reporting.further_figures import further_figures
 from pipeline.tools.reporting.source_pictures import SourcePictures
@@ -148,7 +148,7 @@ def samples() -> Samples:
 
 
 def laid_out(samples: Samples, layout: str, folder: Path) -> tuple[str, list[str]]:
-    """`--data`, and the settings that find the further pictures."""
+    """`--data`, and the settings that find the control pictures and masks."""
     data = folder / "data"
     data.mkdir(parents=True)
     control, mask = getattr(samples, layout)(data)
@@ -168,8 +168,8 @@ def configured(make_config: MakeConfig, folder: Path, *options: str) -> Config:
 
 def keys(config: Config, kind: str) -> set[bytes]:
     cache = Cache(config.cache)
-    [recipe] = cache.recipes(kind)
-    return {bytes(key) for key in cache.index(recipe.name).keys}
+    [encoding] = cache.encodings(kind)
+    return {bytes(key) for key in cache.index(encoding.name).keys}
 
 
 def values(config: Config, kind: str) -> dict[str, np.ndarray]:
@@ -240,13 +240,13 @@ def test_records_are_of_the_pixels_at_the_buckets_of_the_pictures(
         bucket = snapshot.buckets[snapshot.sample(row).bucket]
         sizes[snapshot.source_item(row)[1]] = bucket.height, bucket.width
     assert len(set(sizes.values())) > 2
-    controls, masks, recipe = values(config, "control"), values(config, "mask"), snapshot.recipe(ControlRecipe)
-    side = snapshot.recipe(MaskRecipe).compression
+    controls, masks, encoding = values(config, "control"), values(config, "mask"), snapshot.encoding(ControlEncoding)
+    side = snapshot.encoding(MaskEncoding).compression
     for name, _, control, mask, _ in samples:
         item, size = f"{name}.png", sizes[f"{name}.png"]
-        pixels = decoding.load(control, size, decoder=recipe.decoder)
+        pixels = decoding.load(control, size, decoder=encoding.decoder)
         assert from_bits(controls[item]).float().allclose(from_bits(vae.encode(pixels[None])[0]).float(), atol=0.02)
-        gray = decoding.load(mask, size, decoder=recipe.decoder)[..., 0].astype(np.float64) / 255
+        gray = decoding.load(mask, size, decoder=encoding.decoder)[..., 0].astype(np.float64) / 255
         cells = gray.reshape(size[0] // side, side, size[1] // side, side).mean((1, 3))
         assert from_bits(masks[item])[0].float().numpy() == pytest.approx(cells, abs=2**-8)
 
@@ -255,14 +255,14 @@ def test_a_loader_reads_what_is_asked_for(made: Path, make_config: MakeConfig, m
     read, real = list[str](), ShardReader.read_batch
 
     def read_batch(self: ShardReader, *args: Any, **options: Any) -> Any:
-        read.append(self.recipe)
+        read.append(self.encoding)
         return real(self, *args, **options)
 
     monkeypatch.setattr(ShardReader, "read_batch", read_batch)
     config = configured(make_config, made)
     snapshot = Cache(config.cache).open_snapshot()
     plain = [batch for step, _ in Loader(snapshot, loader_settings(stop_step=4)) for batch in step]
-    assert {recipe.split("-")[0] for recipe in read} == {"latent", "text"} and not plain[0].pictures
+    assert {encoding.split("-")[0] for encoding in read} == {"latent", "text"} and not plain[0].pictures
     asking = Loader(snapshot, loader_settings(stop_step=4, pictures=("control", "mask")))
     batches = [batch for step, _ in asking for batch in step]
     stored = {kind: values(config, kind) for kind in ("control", "mask")}
@@ -359,13 +359,13 @@ def test_a_sample_may_lack_a_picture_that_is_not_required(
     }
     photos = SourcePictures(config.data, Cache(config.cache))
     [source] = Cache(config.cache).sources()
-    recipe = Cache(config.cache).open_snapshot().recipe(MaskRecipe)
-    white, black = (photos.further(source, "00.png", each, (64, 64)) for each in (recipe, ControlRecipe()))
+    encoding = Cache(config.cache).open_snapshot().encoding(MaskEncoding)
+    white, black = (photos.further(source, "00.png", each, (64, 64)) for each in (encoding, ControlEncoding()))
     assert white is not None and black is not None
     assert white.getextrema() == ((255, 255),) * 3 and black.getextrema() == ((0, 0),) * 3
     vae, snapshot = LatentEncoder.load(config.vae, torch.device("cpu")), Cache(config.cache).open_snapshot()
     control = values(config, "control")["00.png"]
-    black = np.zeros((1, *(side * snapshot.recipe(ControlRecipe).compression for side in control.shape[1:]), 3))
+    black = np.zeros((1, *(side * snapshot.encoding(ControlEncoding).compression for side in control.shape[1:]), 3))
     assert from_bits(control).float().allclose(from_bits(vae.encode(black.astype(np.uint8))[0]).float(), atol=0.02)
 
     before = files(Path(config.cache))
@@ -541,10 +541,12 @@ def test_controls_of_the_edges(samples: Samples, make_config: MakeConfig, tmp_pa
     assert stages.encode.run(config, data)["controls"] == len(SIDES)
     stages.bucket.run(config)
     snapshot, vae = Cache(config.cache).open_snapshot(), LatentEncoder.load(config.vae, torch.device("cpu"))
-    recipe, stored = snapshot.recipe(ControlRecipe), values(config, "control")
+    encoding, stored = snapshot.encoding(ControlEncoding), values(config, "control")
     for name, picture, *_ in samples:
         record = stored[f"{name}.png"]
-        pixels = decoding.load(picture, tuple(s * recipe.compression for s in record.shape[1:]), decoder=recipe.decoder)
+        pixels = decoding.load(
+            picture, tuple(s * encoding.compression for s in record.shape[1:]), decoder=encoding.decoder
+        )
         edges = np.repeat(cv2.Canny(pixels, 100, 200)[..., None], 3, axis=2)
         assert from_bits(record).float().allclose(from_bits(vae.encode(edges[None])[0]).float(), atol=0.02)
 
@@ -553,7 +555,7 @@ def test_edges_need_opencv(make_config: MakeConfig, tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "cv2", None)
     config = configured(make_config, tmp_path, "data.pictures.control.made=canny")
     with pytest.raises(UserError, match="needs OpenCV") as error:
-        ControlRecipe.wanted(Encoders(config.vae, config.text), config.data, config.encode)
+        ControlEncoding.wanted(Encoders(config.vae, config.text), config.data, config.encode)
     assert "sana-pipe[control]" in str(error.value.fix)
 
 
@@ -571,7 +573,9 @@ def test_settings_that_do_not_go_together(samples: Samples, make_config: MakeCon
     data, _ = laid_out(samples, "webdataset", tmp_path)
     with pytest.raises(ConfigError, match=naming("data.pictures.control.suffix")):
         stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.required=false"), data)
-    with pytest.raises(UserError, match=r"data\.pictures\.control\.column: edges: further pictures of a source"):
+    with pytest.raises(
+        UserError, match=r"data\.pictures\.control\.column: edges: control pictures and masks of a source"
+    ):
         stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.column=edges"), data)
     data, _ = laid_out(samples, "parquet", tmp_path / "table")
     with pytest.raises(UserError, match="has no column 'edges'"):
@@ -592,7 +596,7 @@ def test_further_pictures_that_a_training_does_not_use_are_noted(
         assert {kind for kind in ("mask", "control") if f"has {kind} records" in noted} == unused
 
 
-def test_view_shows_further_pictures(
+def test_view_shows_controls_and_masks(
     made: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = configured(make_config, made)
@@ -615,7 +619,7 @@ def alts(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", ["suffix", "webdataset"])
-def test_the_report_counts_and_shows_further_pictures(
+def test_the_report_counts_and_shows_controls_and_masks(
     samples: Samples, make_config: MakeConfig, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, found = laid_out(samples, layout, tmp_path)
@@ -635,12 +639,12 @@ def test_the_report_counts_and_shows_further_pictures(
     shown = alts(tmp_path / "page.html")
     assert [shown.count(name) for name in ("picture", "control", "mask")] == [len(SIDES)] * 3
     stages.report.run(config, tmp_path / "page.html", pictures=False)
-    assert not alts(tmp_path / "page.html") and "Further pictures" in (tmp_path / "page.html").read_text()
+    assert not alts(tmp_path / "page.html") and "Control pictures and masks" in (tmp_path / "page.html").read_text()
     row, photos = snapshot.source_item(0), SourcePictures(config.data, Cache(config.cache))
-    recipe, bucket = snapshot.recipe(ControlRecipe), snapshot.buckets[0]
-    control = photos.further(*row, recipe, (bucket.height, bucket.width))
+    encoding, bucket = snapshot.encoding(ControlEncoding), snapshot.buckets[0]
+    control = photos.further(*row, encoding, (bucket.height, bucket.width))
     expected = samples.controls[samples.names.index(Path(row[1]).stem)]
-    assert (np.asarray(control) == recipe.pixels(expected, (bucket.height, bucket.width), 10**9)).all()
+    assert (np.asarray(control) == encoding.pixels(expected, (bucket.height, bucket.width), 10**9)).all()
 
     for path in Path(config.cache).glob("shards/mask-*/*/*.tar"):
         path.unlink()

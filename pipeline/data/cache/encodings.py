@@ -1,9 +1,9 @@
-"""Recipes: what decides the values of records, one class for each kind of record; and the keys of records.
+"""Encodings: what decides the values of records, one class for each kind of record; and the keys of records.
 
-`Recipe` is the base of all kinds. What this room must know of a kind is in its class, in `signals`. A field
+`Encoding` is the base of all kinds. What this room must know of a kind is in its class, in `signals`. A field
 enters the id only when it differs from its default, so a field added later leaves old ids unchanged. Weights are named
-by their digest. A picture's record is keyed by (recipe, image digest, target height and width, crop), a caption's by
-(recipe, normalised caption).
+by their digest. A picture's record is keyed by (encoding, image digest, target height and width, crop), a caption's by
+(encoding, normalised caption).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIGNALS = "pipeline.data.signals"
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Encoding:
     """Everything that decides the values of records. Subclasses list the fields; defaults do not enter the id.
 
     Attributes:
@@ -54,19 +54,20 @@ class Recipe:
     def id(self) -> str:
         """32 hex digits over the kind and the fields that differ from their defaults."""
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        # "recipe" is part of the format: another word would change every id
         return digest("recipe", self.kind, layout.canonical(changed)).hex()
 
     @property
     def name(self) -> str:
         return f"{self.kind}-{self.id}"
 
-    def difference(self, other: Recipe) -> list[str]:
+    def difference(self, other: Encoding) -> list[str]:
         """Fields that differ, as `name: value here | value in other`."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name, None)) for f in fields(self)]
         return [f"{name}: {ours!r} | {theirs!r}" for name, ours, theirs in pairs if ours != theirs]
 
     def unlike(self, model: dict[str, Any]) -> list[str]:
-        """Fields of a loaded model's description that differ, as `name: value in the recipe | value of the model`."""
+        """Fields of a loaded model's description that differ, as `name: value in the encoding | value of the model`."""
         pairs = [(key, getattr(self, key), value) for key, value in model.items()]
         return [f"{key}: {ours!r} | {value!r}" for key, ours, value in pairs if ours != value]
 
@@ -76,7 +77,7 @@ class Recipe:
         unknown = sorted(set(values) - known)
         if unknown:
             raise CacheError(
-                f"a {cls.kind} recipe has fields that this version does not know: {', '.join(unknown)}",
+                f"a {cls.kind} encoding has fields that this version does not know: {', '.join(unknown)}",
                 fix="read this cache with the version of sana-pipe that wrote it, or a newer one",
             )
         tuples: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
@@ -84,11 +85,11 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class PictureRecipe(Recipe, ABC):
-    """A recipe of records that belong to a picture at a target resolution.
+class PictureEncoding(Encoding, ABC):
+    """An encoding of records that belong to a picture at a target resolution.
 
     Attributes:
-        picture: the kind of the further picture that they are made of; "" for the sample's own.
+        picture: the kind of the control picture or mask that they are made of; "" for the sample's own.
         decoder, resize, crop, background: what decides the pixels; see `images.decoding.load`.
     """
 
@@ -106,7 +107,7 @@ class PictureRecipe(Recipe, ABC):
         """The shape of a record. height, width: the target in pixels."""
 
     def key(self, image_digest: bytes, height: int, width: int, crop: str = "") -> bytes:
-        """16-byte key of a record. height, width: the target in pixels; crop: "" for the recipe's rule."""
+        """16-byte key of a record. height, width: the target in pixels; crop: "" for the encoding's rule."""
         return digest(self.kind, self.id, image_digest, f"{height}x{width}", crop)
 
     def keys(self, digests: np.ndarray, sizes: Sequence[tuple[int, int]], which: np.ndarray) -> np.ndarray:
@@ -123,9 +124,9 @@ class PictureRecipe(Recipe, ABC):
 
 
 @dataclass(frozen=True)
-class CaptionRecipe(Recipe):
-    """A recipe of records that belong to a caption: (rows, width), the first `valid` of which attention may see. The
-    caption as written is stored beside. One null record per recipe has all rows of the empty caption.
+class CaptionEncoding(Encoding):
+    """An encoding of records that belong to a caption: (rows, width), the first `valid` of which attention may see. The
+    caption as written is stored beside. One null record per encoding has all rows of the empty caption.
 
     Attributes:
         normalisation: what captions share a record; see `sources.caption_rules.normalise`.
@@ -152,41 +153,41 @@ class CaptionRecipe(Recipe):
         return digests_of(start, binary(digests_of(b"", *framed_all(normalised))).cast(pa.large_binary()))
 
 
-def pictures_of(recipes: Iterable[Recipe]) -> list[PictureRecipe]:
-    """Return the recipes of records that belong to a picture."""
-    return [recipe for recipe in recipes if isinstance(recipe, PictureRecipe)]
+def pictures_of(encodings: Iterable[Encoding]) -> list[PictureEncoding]:
+    """Return the encodings of records that belong to a picture."""
+    return [encoding for encoding in encodings if isinstance(encoding, PictureEncoding)]
 
 
-def caption_of(recipes: Iterable[Recipe]) -> CaptionRecipe:
-    """Return the recipe of the records that belong to captions.
+def caption_of(encodings: Iterable[Encoding]) -> CaptionEncoding:
+    """Return the encoding of the records that belong to captions.
 
     Raises:
         IntegrityError: there is none, or there are several.
     """
-    found = [recipe for recipe in recipes if isinstance(recipe, CaptionRecipe)]
+    found = [encoding for encoding in encodings if isinstance(encoding, CaptionEncoding)]
     if len(found) != 1:
         raise IntegrityError("captions have records of one kind", found=[one.kind for one in found])
     return found[0]
 
 
 @cache
-def _classes() -> dict[str, type[Recipe]]:
+def _classes() -> dict[str, type[Encoding]]:
     found = importlib.util.find_spec(SIGNALS)
     for module in pkgutil.iter_modules(found.submodule_search_locations if found else []):
         importlib.import_module(f"{SIGNALS}.{module.name}")
-    every, new = set[type[Recipe]](), [Recipe]
+    every, new = set[type[Encoding]](), [Encoding]
     while new:
         new = [each for parent in new for each in parent.__subclasses__()]
         every |= set(new)
     return {each.kind: each for each in every if hasattr(each, "kind")}
 
 
-def recipe_classes() -> list[type[Recipe]]:
+def encoding_classes() -> list[type[Encoding]]:
     """The classes of all kinds."""
     return list(_classes().values())
 
 
-def recipe_class(kind: str) -> type[Recipe]:
+def encoding_class(kind: str) -> type[Encoding]:
     """The class of a kind of record.
 
     Raises:
@@ -215,6 +216,6 @@ _CAPTION = [
 def records_schema(kind: str) -> pa.Schema:
     """Schema of the record tables of a kind. offset, length: of the payload inside the shard, in bytes. The axes give
     the shape of the values in every storage."""
-    made = recipe_class(kind)
-    further = _CAPTION if issubclass(made, CaptionRecipe) else []
+    made = encoding_class(kind)
+    further = _CAPTION if issubclass(made, CaptionEncoding) else []
     return pa.schema([*_RECORD, *((axis, pa.uint32()) for axis in made.axes), *further])
