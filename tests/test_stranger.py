@@ -345,7 +345,7 @@ def trained(cache: Cache) -> Truth:
 
 def pasted(fix: str, place: Path) -> tuple[list[Path], list[str]]:
     """Run what the first command of a refusal does before `sana-pipe init`; what that is given."""
-    first = re.split("; all are|; as |, and then the same command", fix)[0]
+    first = re.split("; to train on all|; as |, and then the same command", fix)[0]
     shell, _, command = first.rpartition("sana-pipe init ") if "sana-pipe init " in first else (first, "", "")
     shell = re.sub(r"^as [a-z ]+: ", "", shell).strip().removesuffix("&&")
     if shell:

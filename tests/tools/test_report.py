@@ -572,7 +572,7 @@ def test_rejects_are_shown_where_they_can_still_be_read(made: Made, whole: Path)
     pictures = {values["alt"] for tag, values in page.tags if tag == "img"}
     assert (
         pictures - {alt for alt in pictures if re.search(r"step \d", alt)} == {"small.png"}
-        and "broken.png: cannot be read any more" in page.shown
+        and "broken.png: can no longer be read" in page.shown
     )
 
 
@@ -964,7 +964,7 @@ def test_a_sample_whose_source_is_gone(made: Made, tmp_path: Path, capsys: pytes
         path.unlink()
     config = made.config.model_copy(update={"cache": str(tmp_path / "cache")})
     assert view.run(config, "1.png", out=tmp_path / "view.html") == 0
-    assert "cannot be read any more" in capsys.readouterr().out
+    assert "can no longer be read" in capsys.readouterr().out
     assert [tag for tag, _ in checked_of_hostile(tmp_path / "view.html").tags if tag == "img"] == ["img"], "the latent"
 
 

@@ -570,11 +570,12 @@ def test_a_picture_depends_on_its_sample_and_the_seed_alone(trained: Trained, tm
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes with encoders cost seconds each."""
 
-    def run(config: Config, work: Path, *words: str, what: str) -> None:
+    def run(config: str, work: Path, *words: str, what: str) -> None:
+        (work / "config.yaml").write_text(config, encoding="utf-8")
         if words[0] == "encode":
-            encode.run(config, None, prompts=words[2])
+            encode.run(load(work / "config.yaml"), None, prompts=words[2])
         else:
-            sample.decode(config, Path(words[2]), Path(words[4]))
+            sample.decode(load(work / "config.yaml"), Path(words[2]), Path(words[4]))
 
     monkeypatch.setattr(encoder_process, "_run", run)
 

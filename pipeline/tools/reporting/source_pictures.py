@@ -113,7 +113,7 @@ class Embedded:
     data: str = ""
     width: int = 0
     height: int = 0
-    why: str = "cannot be read any more"
+    why: str = "can no longer be read"
 
 
 def embedded(picture: Image.Image | None, alt: str, side: int = SIDE) -> Embedded:
