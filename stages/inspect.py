@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -13,7 +12,8 @@ from pipeline.base.errors import escaped
 from pipeline.config import Config
 from pipeline.tools.locations import cache_location
 from pipeline.tools.reporting.blocks import plain
-from pipeline.tools.reporting.figures import collect
+from pipeline.tools.reporting.figures import Figures, collect
+from pipeline.tools.reporting.json_values import json_values
 from pipeline.tools.reporting.sections import SECTIONS
 
 
@@ -25,19 +25,19 @@ def run(config: Config, run: Path | None = None, snapshot: str | None = None, as
     """
     figures, _, _ = collect(Path(config.train.output), cache_location(config).open, run=run, snapshot=snapshot)
     if as_json:
-        click.echo(json.dumps(figures))
+        click.echo(json.dumps(json_values(figures)))
         return 0
     for line in _lines(figures):
         click.echo(line)
     return 0
 
 
-def _lines(figures: dict[str, Any]) -> Iterator[str]:
+def _lines(figures: Figures) -> Iterator[str]:
     for section in SECTIONS:
         if section.wide:  # losses and pictures over time
             continue
         if lines := [line for block in section.blocks_of(figures) if block for line in plain(block)]:
             yield f"{section.title}:"
             yield from (f"  {escaped(line)}" for line in lines)
-    for name, entry in figures["missing"].items():
-        yield escaped(f"no {name}: {entry['what']}; {entry['command']}")
+    for name, entry in figures.missing.items():
+        yield escaped(f"no {name}: {entry.what}; {entry.command}")

@@ -16,9 +16,8 @@ from pipeline.data.snapshots import near_samples
 from pipeline.tools import outputs
 from pipeline.tools.locations import cache_location
 from pipeline.tools.reporting import page, sample_view
-from pipeline.tools.reporting.blocks import Block, Card, Column, Table
+from pipeline.tools.reporting.blocks import Block, Card, Column, Heading, Table
 from pipeline.tools.reporting.further_figures import further_encodings
-from pipeline.tools.reporting.sections import Section
 from pipeline.tools.reporting.source_pictures import SourcePictures
 
 
@@ -62,11 +61,12 @@ def run(
         outputs.check(config, out)
         shown = sample_view.pictures(photos, values, records, further_encodings(opened))
         captions = [Card([], caption["text"], _caption(caption)) for caption in values["captions"]]
-        numbers = Table((Column("", "name"), Column("", "value")), [dict(zip(("name", "value"), row)) for row in rows])
-        sections: list[tuple[Section, Sequence[Block]]] = [
-            (Section("pictures", "Pictures"), [Card(shown, "")]),
-            (Section("captions", "Captions"), captions),
-            (Section("numbers", "Numbers"), [numbers]),
+        columns = Column[tuple[str, str]]("", lambda row: row[0]), Column[tuple[str, str]]("", lambda row: row[1])
+        numbers = Table(columns, rows)
+        sections: list[tuple[Heading, Sequence[Block]]] = [
+            (Heading("pictures", "Pictures"), [Card(shown, "")]),
+            (Heading("captions", "Captions"), captions),
+            (Heading("numbers", "Numbers"), [numbers]),
         ]
         page.write(f"{values['source']}: {values['item']}", sections, out)
     if as_json:

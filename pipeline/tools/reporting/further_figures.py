@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,12 +17,52 @@ from pipeline.data.cache.snapshot_samples import picture_keys
 from pipeline.data.signals import PictureSignal
 from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.signals.mask import MaskEncoding
+from pipeline.tools.reporting.source_pictures import Embedded
 
 MASKS = 1000
 """Limit on the masks that are read: some 2 KiB each at 1024 px."""
 LOOKED_AT = 200
 """Masks that `bucket` looks at."""
 EXAMPLES = 4
+
+
+@dataclass(frozen=True)
+class FurtherKind:
+    """The control pictures and masks of a kind. samples: that have a picture; blank: that have none. made: the way in
+    which it was made; "": it is a file."""
+
+    kind: str
+    samples: int
+    blank: int
+    made: str
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The mean share of the area that so many masks show."""
+
+    read: int
+    mean: float
+
+
+@dataclass(frozen=True)
+class FurtherExample:
+    """A sample with control pictures and masks. pictures: on a page."""
+
+    source: str
+    item: str
+    height: int
+    width: int
+    pictures: list[Embedded] | None = None
+
+
+@dataclass(frozen=True)
+class FurtherFigures:
+    """Numbers of control pictures and masks. learned: None without masks, or where they cannot be read."""
+
+    kinds: list[FurtherKind]
+    learned: Learned | None
+    examples: list[FurtherExample]
 
 
 def further_encodings(snapshot: Snapshot) -> dict[str, PictureSignal]:
@@ -34,13 +74,8 @@ def further_encodings(snapshot: Snapshot) -> dict[str, PictureSignal]:
     }
 
 
-def further_figures(snapshot: Snapshot) -> dict[str, Any] | None:
-    """Numbers of the control pictures and masks; None: the snapshot has none.
-
-    `kinds`: of each, how many samples have a picture (`samples`) or none (`blank`), and how it was `made` ("": it is a
-    file). `learned`: the `mean` share of the area that masks show; null without masks, or where they cannot be read.
-    `examples`: a few samples.
-    """
+def further_figures(snapshot: Snapshot) -> FurtherFigures | None:
+    """Numbers of the control pictures and masks; None: the snapshot has none."""
     encodings = further_encodings(snapshot)
     if not encodings:
         return None
@@ -48,24 +83,22 @@ def further_figures(snapshot: Snapshot) -> dict[str, Any] | None:
     for kind, encoding in encodings.items():
         absent = np.array([encoding.key(ABSENT, bucket.height, bucket.width) for bucket in snapshot.buckets], "S16")
         blank = sum(int(np.isin(picture_keys(samples, kind), absent).sum()) for samples in snapshot.tables())
-        kinds.append(
-            {"kind": kind, "samples": len(snapshot) - blank, "blank": blank, "made": getattr(encoding, "made", "")}
-        )
+        kinds.append(FurtherKind(kind, len(snapshot) - blank, blank, getattr(encoding, "made", "")))
     examples = []
     for row in spread(len(snapshot), min(EXAMPLES, len(snapshot))):
         (source, item), bucket = snapshot.source_item(row), snapshot.buckets[snapshot.sample(row).bucket]
-        examples.append({"source": source, "item": item, "height": bucket.height, "width": bucket.width})
+        examples.append(FurtherExample(source, item, bucket.height, bucket.width))
     learned = None
     if MaskEncoding.kind in encodings and len(snapshot):
         with suppress(CacheError):  # `verify` names what is damaged
             learned = _learned(snapshot)
-    return {"kinds": kinds, "learned": learned, "examples": examples}
+    return FurtherFigures(kinds, learned, examples)
 
 
-def _learned(snapshot: Snapshot) -> dict[str, Any]:
+def _learned(snapshot: Snapshot) -> Learned:
     """Mean of the masks of evenly spaced samples."""
     shares = [float(mask.mean()) for _, mask in _masks(snapshot, MASKS)]
-    return {"read": len(shares), "mean": float(np.mean(shares))}
+    return Learned(len(shares), float(np.mean(shares)))
 
 
 def _masks(snapshot: Snapshot, most: int) -> Iterator[tuple[int, np.ndarray]]:
