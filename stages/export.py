@@ -154,7 +154,7 @@ def run(
 
 
 def described(config: Config, architecture: ModelSpec) -> TrainedModel:
-    """What the README says of the model."""
+    """Describe the model for its README."""
     shift = config.train.flow.shift
     return TrainedModel(architecture, config.model.weights, config.data, config.text, shift, config.sample)
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -14,7 +13,8 @@ from pipeline.cache.cache import Cache
 from pipeline.config import Config
 from pipeline.errors import escaped
 from pipeline.reporting.blocks import plain
-from pipeline.reporting.figures import collect
+from pipeline.reporting.figures import Figures, collect
+from pipeline.reporting.json_values import json_values
 from pipeline.reporting.sections import SECTIONS
 
 
@@ -26,19 +26,19 @@ def run(config: Config, run: Path | None = None, snapshot: str | None = None, as
     """
     figures, _, _ = collect(Path(config.train.output), partial(Cache.of, config), run=run, snapshot=snapshot)
     if as_json:
-        click.echo(json.dumps(figures))
+        click.echo(json.dumps(json_values(figures)))
         return 0
     for line in _lines(figures):
         click.echo(line)
     return 0
 
 
-def _lines(figures: dict[str, Any]) -> Iterator[str]:
+def _lines(figures: Figures) -> Iterator[str]:
     for section in SECTIONS:
         if section.wide:  # losses and pictures over time
             continue
         if lines := [line for block in section.blocks_of(figures) if block for line in plain(block)]:
             yield f"{section.title}:"
             yield from (f"  {escaped(line)}" for line in lines)
-    for name, entry in figures["missing"].items():
-        yield escaped(f"no {name}: {entry['what']}; {entry['command']}")
+    for name, entry in figures.missing.items():
+        yield escaped(f"no {name}: {entry.what}; {entry.command}")

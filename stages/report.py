@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import signal
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import click
 from PIL import Image
@@ -21,13 +23,15 @@ from pipeline.cache.prompts import spread
 from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
 from pipeline.errors import UserError, shown
-from pipeline.reporting import page
-from pipeline.reporting.blocks import Card
+from pipeline.reporting import page, report_page
+from pipeline.reporting.blocks import Card, Missing
+from pipeline.reporting.data_figures import Alike, Example, Reject, SnapshotFigures, Visits
 from pipeline.reporting.figures import collect
-from pipeline.reporting.further_figures import further_recipes
+from pipeline.reporting.further_figures import FurtherExample, further_recipes
 from pipeline.reporting.source_pictures import Embedded, SourcePictures, embedded
 
 PAGE = "report.html"
+T = TypeVar("T", Reject, Visits, Alike)
 
 
 def run(
@@ -60,18 +64,13 @@ def run(
     figures, cache, opened = collect(
         Path(config.train.output), partial(Cache.of, config), run=run, snapshot=snapshot, compare=compare
     )
-    if opened is None and figures["run"] is None:
-        raise _nothing(figures["missing"])
+    if opened is None and figures.run is None:
+        raise _nothing(figures.missing)
     thumbnails = _Thumbnails(config, cache) if pictures and cache is not None else None
     cards = _gallery(config, opened, thumbnails, gallery) if gallery and opened is not None else []
-    if thumbnails is not None and figures["snapshot"] is not None:
-        shown = (entry for name in ("rejects", "visits", "alike") for entry in figures["snapshot"][name])
-        for example in (each for entry in shown for each in entry["examples"]):
-            example["picture"] = thumbnails(example["source"], example["item"])
-        for example in (figures["snapshot"]["further"] or {"examples": ()})["examples"]:
-            assert opened is not None
-            example["pictures"] = thumbnails.of_sample(opened, **example)
-    sections = page.write_report(figures, out, cards)
+    if thumbnails is not None and opened is not None and figures.snapshot is not None:
+        figures = replace(figures, snapshot=_with_pictures(figures.snapshot, opened, thumbnails))
+    sections = report_page.write_report(figures, out, cards)
     click.echo(f"{out}: {len(sections)} sections, {amount(out.stat().st_size)}")
     return 0
 
@@ -95,7 +94,7 @@ def finish(config: Config, run: Path, file: str) -> int:
     try:
         out = run / PAGE
         page.check_out(out)
-        page.write_report(collect(run, None, run=run)[0], out, [])
+        report_page.write_report(collect(run, None, run=run)[0], out, [])
         click.echo(f"report with the losses and pictures: {out.resolve().as_uri()}")
     except Exception as error:
         known = shown(error)
@@ -104,12 +103,12 @@ def finish(config: Config, run: Path, file: str) -> int:
     return processes.INTERRUPTED if stopped_by == signal.SIGINT else 0
 
 
-def _nothing(missing: dict[str, dict[str, str]]) -> UserError:
+def _nothing(missing: dict[str, Missing]) -> UserError:
     return UserError(
         "there is nothing to report on",
         expected="a snapshot in the cache, or a run directory",
-        found="; ".join(missing[section]["what"] for section in ("snapshot", "run")),
-        fix=f"{missing['snapshot']['command']}; or name what is elsewhere: --set cache=DIR, --run DIR",
+        found="; ".join(missing[section].what for section in ("snapshot", "run")),
+        fix=f"{missing['snapshot'].command}; or name what is elsewhere: --set cache=DIR, --run DIR",
     )
 
 
@@ -136,22 +135,35 @@ def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None,
     return cards
 
 
+def _with_pictures(data: SnapshotFigures, snapshot: Snapshot, thumbnails: _Thumbnails) -> SnapshotFigures:
+    """The figures, with the pictures of all examples."""
+
+    def shown(entries: list[T]) -> list[T]:
+        return [replace(entry, examples=[thumbnails.of_example(each) for each in entry.examples]) for entry in entries]
+
+    further = data.further
+    if further is not None:
+        further = replace(further, examples=[thumbnails.of_sample(snapshot, each) for each in further.examples])
+    rejects, visits, alike = shown(data.rejects), shown(data.visits), shown(data.alike)
+    return replace(data, rejects=rejects, visits=visits, alike=alike, further=further)
+
+
 class _Thumbnails:
     """Pictures of rejects by (source, item). A reject of encoding does not name its source: all are tried."""
 
     def __init__(self, config: Config, cache: Cache):
         self.photos, self.sources = SourcePictures(config.data, cache), cache.sources()
 
-    def __call__(self, source: str | None, item: str) -> Embedded:
-        for name in self.sources if source is None else [source]:
-            if (picture := self.photos.thumbnail(name, item)) is not None:
-                return embedded(picture, item)
-        return Embedded(item)
+    def of_example(self, example: Example) -> Example:
+        for name in self.sources if example.source is None else [example.source]:
+            if (picture := self.photos.thumbnail(name, example.item)) is not None:
+                return replace(example, picture=embedded(picture, example.item))
+        return replace(example, picture=Embedded(example.item))
 
-    def of_sample(self, snapshot: Snapshot, source: str, item: str, height: int, width: int) -> list[Embedded]:
-        """The picture as it is encoded, and the further pictures."""
-        size = height, width
+    def of_sample(self, snapshot: Snapshot, example: FurtherExample) -> FurtherExample:
+        """The example with its picture as it is encoded, and the further pictures."""
+        source, item, size = example.source, example.item, (example.height, example.width)
         shown = [embedded(self.photos.cropped(source, item, size), "picture")]
         for kind, recipe in further_recipes(snapshot).items():
             shown.append(embedded(self.photos.further(source, item, recipe, size), kind))
-        return shown
+        return replace(example, pictures=shown)

@@ -15,9 +15,8 @@ from pipeline.cache.cache import Cache
 from pipeline.config import Config
 from pipeline.errors import escaped
 from pipeline.reporting import page, sample_view
-from pipeline.reporting.blocks import Block, Card, Column, Table
+from pipeline.reporting.blocks import Block, Card, Column, Heading, Table
 from pipeline.reporting.further_figures import further_recipes
-from pipeline.reporting.sections import Section
 from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.snapshots import near_samples
 
@@ -62,11 +61,12 @@ def run(
         outputs.check(config, out)
         shown = sample_view.pictures(photos, values, records, further_recipes(opened))
         captions = [Card([], caption["text"], _caption(caption)) for caption in values["captions"]]
-        numbers = Table((Column("", "name"), Column("", "value")), [dict(zip(("name", "value"), row)) for row in rows])
-        sections: list[tuple[Section, Sequence[Block]]] = [
-            (Section("pictures", "Pictures"), [Card(shown, "")]),
-            (Section("captions", "Captions"), captions),
-            (Section("numbers", "Numbers"), [numbers]),
+        columns = Column[tuple[str, str]]("", lambda row: row[0]), Column[tuple[str, str]]("", lambda row: row[1])
+        numbers = Table(columns, rows)
+        sections: list[tuple[Heading, Sequence[Block]]] = [
+            (Heading("pictures", "Pictures"), [Card(shown, "")]),
+            (Heading("captions", "Captions"), captions),
+            (Heading("numbers", "Numbers"), [numbers]),
         ]
         page.write(f"{values['source']}: {values['item']}", sections, out)
     if as_json:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.launch import Launch
 from pipeline.models.adapters import Merged, adapter_from
-from pipeline.reporting.adapter_figures import adapter_figures
+from pipeline.reporting.adapter_figures import AdapterFigures, AdapterProblem, adapter_figures
+from pipeline.reporting.figures import Figures
 from pipeline.reporting.run_figures import run_figures
 from pipeline.reporting.sections import SECTIONS
 from pipeline.training import checkpoint
@@ -27,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_norms_of_the_changes_are_those_of_the_merged_weights(run: Path) -> None:
     stored = checkpoint.ModelTensors(checkpoint.complete(run / "checkpoints")[-1])
     adapter, figures = adapter_from(stored.document.adapter), adapter_figures(run)
-    assert adapter is not None and figures is not None
+    assert adapter is not None and isinstance(figures, AdapterFigures)
     base = stored.architecture.initial(0)
     merged = Merged(stored.architecture, adapter, base, stored)
     squares = {
@@ -39,16 +41,17 @@ def test_norms_of_the_changes_are_those_of_the_merged_weights(run: Path) -> None
         for part in ("attn1", "attn2", "ff")
     }
     expected = {part: square**0.5 for part, square in squares.items()}
-    assert figures["step"] == 2 and figures["adapter"] == "a LoRA of rank 2"
-    assert figures["blocks"]["1"] == pytest.approx(expected, rel=1e-3) and min(expected.values()) > 0
+    assert figures.step == 2 and figures.adapter == "a LoRA of rank 2"
+    assert figures.blocks["1"] == pytest.approx(expected, rel=1e-3) and min(expected.values()) > 0
 
 
 def test_the_report_has_a_bar_for_each_block(run: Path) -> None:
     [section] = [section for section in SECTIONS if section.id == "adapter"]
-    figures = {"run": run_figures(run)}
+    figures = Figures(None, None, run_figures(run), None, {})
     [plot] = section.blocks_of(figures)
     assert "run, step 2: norm of the change by a LoRA of rank 2, by block" in str(plot)
-    figures["run"]["parts"][0]["adapter"] = None
+    assert figures.run is not None
+    figures.run.parts[0] = replace(figures.run.parts[0], adapter=None)
     assert list(section.blocks_of(figures)) == []
 
 
@@ -58,4 +61,4 @@ def test_a_damaged_checkpoint_is_named_and_a_whole_model_has_no_such_figures(run
     assert adapter_figures(tmp_path) is None
     (folder / "checkpoint.json").write_text("{")
     figures = adapter_figures(tmp_path / "run")
-    assert figures is not None and str(folder) in figures["problem"]
+    assert isinstance(figures, AdapterProblem) and str(folder) in figures.problem

@@ -40,7 +40,7 @@ from pipeline.loader.loader import Loader
 from pipeline.models.encoders import LatentEncoder
 from pipeline.models.frozen import from_bits
 from pipeline.reporting import sample_view
-from pipeline.reporting.further_figures import further_figures
+from pipeline.reporting.further_figures import FurtherKind, further_figures
 from pipeline.reporting.source_pictures import SourcePictures
 from pipeline.signals import Encoders
 from pipeline.signals.control import ControlRecipe
@@ -353,7 +353,7 @@ def test_a_sample_may_lack_a_picture_that_is_not_required(
     stages.bucket.run(config)
     assert (from_bits(values(config, "mask")["00.png"]) == 1).all()
     figures = further_figures(Cache.of(config).open_snapshot())
-    assert figures is not None and {each["kind"]: each["blank"] for each in figures["kinds"]} == {
+    assert figures is not None and {each.kind: each.blank for each in figures.kinds} == {
         "control": 1,
         "mask": 2,
     }
@@ -626,11 +626,10 @@ def test_the_report_counts_and_shows_further_pictures(
     snapshot = Cache.of(config).open_snapshot()
     figures = further_figures(snapshot)
     assert figures is not None
-    count = {"samples": len(SIDES), "blank": 0, "made": ""}
-    assert figures["kinds"] == [{"kind": kind, **count} for kind in ("control", "mask")]
+    assert figures.kinds == [FurtherKind(kind, len(SIDES), 0, "") for kind in ("control", "mask")]
     means = [float(from_bits(mask).float().mean()) for mask in values(config, "mask").values()]
-    assert figures["learned"]["read"] == len(SIDES)
-    assert figures["learned"]["mean"] == pytest.approx(np.mean(means), abs=1e-6)
+    assert figures.learned is not None and figures.learned.read == len(SIDES)
+    assert figures.learned.mean == pytest.approx(np.mean(means), abs=1e-6)
     stages.report.run(config, tmp_path / "page.html")
     shown = alts(tmp_path / "page.html")
     assert [shown.count(name) for name in ("picture", "control", "mask")] == [len(SIDES)] * 3
@@ -645,7 +644,7 @@ def test_the_report_counts_and_shows_further_pictures(
     for path in Path(config.cache).glob("shards/mask-*/*/*.tar"):
         path.unlink()
     damaged = further_figures(Cache.of(config).open_snapshot())
-    assert damaged is not None and damaged["learned"] is None and damaged["kinds"] == figures["kinds"]
+    assert damaged is not None and damaged.learned is None and damaged.kinds == figures.kinds
 
 
 def test_members_that_belong_to_no_picture_are_counted(

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -183,23 +183,23 @@ def test_the_numbers_of_a_snapshot_are_those_that_bucket_printed(made: Made) -> 
 def test_caption_lengths_and_bytes_are_those_of_the_records(made: Made) -> None:
     _, cache, snapshot = collect(made.config, snapshot="round2")
     assert cache is not None and snapshot is not None
-    captions = data_figures.snapshot_figures(cache, snapshot)["captions"]
+    captions = data_figures.snapshot_figures(cache, snapshot).captions
     rows = [tokens for row in range(len(snapshot)) for tokens in tokens_of(snapshot, row)]
-    assert captions["by_tokens"] == np.bincount(rows, minlength=captions["max_length"] + 1).tolist()
-    assert captions["mean_tokens"] == pytest.approx(np.mean(rows))
-    assert captions["p50"] == sorted(rows)[(len(rows) - 1) // 2]
-    assert captions["p95"] == sorted(rows)[math.ceil(0.95 * len(rows)) - 1]
-    assert captions["at_max_length"] == 1 and captions["share_at_max_length"] == pytest.approx(1 / len(rows))
-    storage = data_figures.snapshot_figures(cache, snapshot)["storage"]
+    assert captions.by_tokens == np.bincount(rows, minlength=captions.max_length + 1).tolist()
+    assert captions.mean_tokens == pytest.approx(np.mean(rows))
+    assert captions.p50 == sorted(rows)[(len(rows) - 1) // 2]
+    assert captions.p95 == sorted(rows)[math.ceil(0.95 * len(rows)) - 1]
+    assert captions.at_max_length == 1 and captions.share_at_max_length == pytest.approx(1 / len(rows))
+    storage = data_figures.snapshot_figures(cache, snapshot).storage
     for kind in ("latent", "text"):
         folder = made.root / "cache" / "shards" / snapshot.head.recipes_by_kind[kind].name
-        assert storage[kind]["bytes"] == sum(path.stat().st_size for path in folder.rglob("*.tar"))
+        assert storage.kinds[kind].bytes == sum(path.stat().st_size for path in folder.rglob("*.tar"))
 
 
 def test_samples_without_scan_or_pictures_have_figures(tmp_path: Path) -> None:
     cache = tiny_cache.build(tmp_path / "cache")
     data = data_figures.snapshot_figures(cache, cache.open_snapshot())
-    assert data["crop"] is None and data["captions"]["per_sample"] == {"1": 42, "2": 21}
+    assert data.crop is None and data.captions.per_sample == {"1": 42, "2": 21}
 
 
 def test_new_samples_are_those_that_the_earlier_snapshot_lacked(made: Made) -> None:
@@ -264,10 +264,10 @@ def test_rows_of_an_attempt_that_was_taken_back_do_not_count(tmp_path: Path) -> 
         {"step": 2, "loss": 3.0},
         '{"step": 3, "loss": Infin',
     )
-    [part] = run_figures.run_figures(folder)["parts"]
-    assert part["curves"]["loss"]["value"] == [1.0, 3.0] and part["attempts"] == 2
-    assert part["processes"] == 2, "of the last attempt"
-    assert part["validation"]["loss"] == {"step": [1], "value": [1.0]}
+    [part] = run_figures.run_figures(folder).parts
+    assert part.curves["loss"].value == [1.0, 3.0] and part.attempts == 2
+    assert part.processes == 2, "of the last attempt"
+    assert part.validation is not None and part.validation.loss == run_figures.Curve([1], [1.0])
     assert [row["loss"] for row in metrics.read(folder / "metrics.jsonl")] == [1.0, 3.0], "no rows of validations"
 
 
@@ -276,9 +276,10 @@ def test_a_long_journal_is_thinned_without_hiding_a_spike() -> None:
     values = np.ones(len(steps))
     values[70_000] = 50.0
     curve = run_figures.thinned(steps, values)
-    assert {len(column) for column in curve.values()} == {run_figures.POINTS}
-    assert curve["step"][-1] == 100_000 and max(curve["high"]) == 50.0 and min(curve["low"]) == 1.0
-    assert np.mean(curve["value"]) == pytest.approx(values.mean())
+    assert curve.low is not None and curve.high is not None
+    assert {len(column) for column in (curve.step, curve.value, curve.low, curve.high)} == {run_figures.POINTS}
+    assert curve.step[-1] == 100_000 and max(curve.high) == 50.0 and min(curve.low) == 1.0
+    assert np.mean(curve.value) == pytest.approx(values.mean())
 
 
 def test_rounds_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
@@ -287,8 +288,8 @@ def test_rounds_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
         journal(tmp_path / "run" / name, start, {"step": 1, "loss": 1.0})
         (tmp_path / "run" / name / "summary.json").write_text(json.dumps({"name": name, "steps": 1}))
     (tmp_path / "run" / "checkpoints").mkdir()
-    parts = run_figures.run_figures(tmp_path / "run")["parts"]
-    assert [(part["name"], part["summary"]["steps"]) for part in parts] == [("b-first", 1), ("a-second", 1)]
+    parts = run_figures.run_figures(tmp_path / "run").parts
+    assert [(part.name, part.summary and part.summary["steps"]) for part in parts] == [("b-first", 1), ("a-second", 1)]
 
 
 def test_the_runs_that_a_run_began_from_are_parts_of_it(made: Made, tmp_path: Path) -> None:
@@ -304,13 +305,13 @@ def test_the_runs_that_a_run_began_from_are_parts_of_it(made: Made, tmp_path: Pa
 
     def names(**which: Any) -> list[str]:
         figures = figures_of(folders[2], None, run=folders[2], **which)[0]
-        assert ("earlier" in figures["missing"]) == bool(figures["run"]["lost"])
-        return [part["name"] for part in figures["run"]["parts"]]
+        assert figures.run is not None and ("earlier" in figures.missing) == bool(figures.run.lost)
+        return [part.name for part in figures.run.parts]
 
     assert names() == ["first", "second", "third"]
     assert names(compare=folders[0]) == ["third"], "a comparison is with what was compared"
     both = run_figures.run_figures(tmp_path / "runs", earlier=True)
-    assert [part["name"] for part in both["parts"]] == ["first", "second", "third"] and not both["lost"]
+    assert [part.name for part in both.parts] == ["first", "second", "third"] and not both.lost
     (folders[0] / run_figures.ORIGIN).write_text(json.dumps({"checkpoint": str(folders[2] / "checkpoints" / "x")}))
     assert names() == ["first", "second", "third"]
     shutil.rmtree(folders[0])
@@ -323,7 +324,7 @@ def test_the_runs_that_a_run_began_from_are_parts_of_it(made: Made, tmp_path: Pa
     moved = tmp_path / "moved"
     (folders[1] / run_figures.ORIGIN).unlink()
     (tmp_path / "runs").rename(moved)
-    assert not run_figures.run_figures(moved, earlier=True)["lost"], "the run next to it is the one it began from"
+    assert not run_figures.run_figures(moved, earlier=True).lost, "the run next to it is the one it began from"
 
 
 def test_a_page_without_a_named_run_shows_the_snapshot_of_the_run(made: Made, tmp_path: Path) -> None:
@@ -361,9 +362,9 @@ def test_a_scan_that_is_gone_leaves_the_crop_loss_out(made: Made, tmp_path: Path
     for path in (tmp_path / "cache" / "tables").rglob("*.parquet"):
         path.unlink()
     data = data_figures.snapshot_figures(cache, cache.open_snapshot())
-    assert data["crop"] is None and data["crop_missing"]
-    assert all(row["crop"] is None for row in data["buckets"]) and data["samples"] == 8
-    assert all(entry["examples"] == [] for entry in data["rejects"])
+    assert data.crop is None and data.crop_missing
+    assert all(row.crop is None for row in data.buckets) and data.samples == 8
+    assert all(entry.examples == [] for entry in data.rejects)
 
 
 def test_inspect_prints_the_same_numbers(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,10 +383,16 @@ def test_inspect_prints_the_same_numbers(made: Made, capsys: pytest.CaptureFixtu
 def test_foreign_text_commands_no_terminal(
     made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures, cache, snapshot = collect(made.config)
     hostile = "x\nfix: rm\x1b[2J\r\x9b1m"
-    figures["snapshot"]["left_out"][0]["reason"] = figures["missing"]["validation"]["what"] = hostile
-    monkeypatch.setattr(inspect, "collect", lambda *_, **__: (figures, cache, snapshot))
+
+    def collected(*given: Any, **which: Any) -> Any:
+        figures, *opened = figures_of(*given, **which)
+        assert figures.snapshot is not None
+        figures.snapshot.left_out[0] = replace(figures.snapshot.left_out[0], reason=hostile)
+        figures.missing["validation"] = replace(figures.missing["validation"], what=hostile)
+        return figures, *opened
+
+    monkeypatch.setattr(inspect, "collect", collected)
     assert inspect.run(made.config) == 0
     printed = capsys.readouterr().out
     assert "fix: rm" in printed and not any(line.startswith("fix:") for line in printed.splitlines())

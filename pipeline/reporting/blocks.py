@@ -1,23 +1,41 @@
-"""The parts that a section of the report's page may hold besides lines of text and plots: tables, cards, pictures over
-time."""
+"""The parts of a page: headings of sections, and what they may hold besides lines of text and plots: tables, cards,
+pictures over time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from markupsafe import Markup
 
 from pipeline.amounts import amount
-from pipeline.options import value_at
 from pipeline.reporting.plots import number_text
 from pipeline.reporting.source_pictures import Embedded
+
+Row = TypeVar("Row")
 
 COLUMNS = 168
 """The columns of the grid along the axis of losses and pictures."""
 ROWS = 60
 """Limit on the rows of a table; the page names the number of the others."""
+
+
+@dataclass(frozen=True)
+class Heading:
+    """The heading of a section. wide: its plots have the page's width; the second is for narrow pages."""
+
+    id: str
+    title: str
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The thing that a section lacks, in words, and the command that makes it."""
+
+    what: str
+    command: str
 
 
 def text(value: Any) -> str:
@@ -33,16 +51,16 @@ count, share, size = "{:,}".format, "{:.1%}".format, amount
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of a table. key: the path of its value in a row; shown: the value as text. All but plain text is aligned
-    to the right."""
+class Column(Generic[Row]):
+    """A column of a table. value: of a row; shown: the value as text, "" of None. All but plain text is aligned to the
+    right."""
 
     head: str
-    key: str
+    value: Callable[[Row], Any]
     shown: Callable[[Any], str] = text
 
-    def cell(self, row: Any) -> str:
-        value = value_at(row, self.key)
+    def cell(self, row: Row) -> str:
+        value = self.value(row)
         return "" if value is None else self.shown(value)
 
     @property
@@ -51,11 +69,11 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Generic[Row]):
     """Rows of figures in columns; false without rows."""
 
-    columns: Sequence[Column]
-    rows: Sequence[dict[str, Any]]
+    columns: Sequence[Column[Row]]
+    rows: Sequence[Row]
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -95,7 +113,7 @@ class Prompt:
     controls: Sequence[Embedded] = ()
 
 
-Block = str | Markup | Table | Card | Prompt
+Block = str | Markup | Table[Any] | Card | Prompt
 """str: a line of text; Markup: a plot."""
 
 

@@ -2,65 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pipeline.options import value_at
 from pipeline.reporting.plots import Line
+from pipeline.reporting.run_figures import Curve, PartFigures, RunFigures, ValidationFigures
 
-VALIDATION = "validation", "loss"
-"""The path of the held-out loss in a part of a run."""
-_DIVIDED = (
-    ("by_sigma", "sigma", "sigma {}"),
-    ("by_bucket", "bucket", "bucket {}"),
-    ("by_age", "age", "{} samples"),
-    ("parts", "part", "{}"),
+CurveOf = Callable[[PartFigures], Curve | None]
+"""The choice of a curve in a part of a run."""
+
+
+def column(name: str) -> CurveOf:
+    """The curve of a column of the journal."""
+    return lambda part: part.curves.get(name)
+
+
+def held_out(part: PartFigures) -> Curve | None:
+    return None if part.validation is None else part.validation.loss
+
+
+@dataclass(frozen=True)
+class Division:
+    """The held-out loss divided. by: what divides it; label: of a value."""
+
+    by: str
+    label: str
+    curves: Callable[[ValidationFigures], dict[str, Curve]]
+
+    def values(self, part: PartFigures) -> dict[str, Curve]:
+        return {} if part.validation is None else self.curves(part.validation)
+
+
+_DIVISIONS = (
+    Division("sigma", "sigma {}", lambda checks: checks.by_sigma),
+    Division("bucket", "bucket {}", lambda checks: checks.by_bucket),
+    Division("age", "{} samples", lambda checks: checks.by_age),
+    Division("part", "{}", lambda checks: checks.parts),
 )
-"""Figures of the held-out loss in parts: their name, what divides them, and the label of a part."""
 
 
-def starts(run: dict[str, Any]) -> list[float]:
+def starts(run: RunFigures) -> list[float]:
     """The steps that were done before each part of a run began; at the end those of all."""
     before = [0.0]
-    for part in run["parts"]:
-        steps = [part["steps"] or 0, *(value_at(part, (*VALIDATION, "step")) or [])]
-        before.append(before[-1] + max(steps + [drawing["step"] for drawing in part["pictures"]]))
+    for part in run.parts:
+        checks = held_out(part)
+        steps = [part.steps or 0, *([] if checks is None else checks.step)]
+        before.append(before[-1] + max(steps + [drawing.step for drawing in part.pictures]))
     return before
 
 
-def length(run: dict[str, Any]) -> float:
+def length(run: RunFigures) -> float:
     return starts(run)[-1]
 
 
-def marks(run: dict[str, Any]) -> list[tuple[float, str]]:
+def marks(run: RunFigures) -> list[tuple[float, str]]:
     """Return where the parts of a run begin; empty if it has one."""
-    names = [part["name"] for part in run["parts"]]
+    names = [part.name for part in run.parts]
     return list(zip(starts(run), names, strict=False)) if len(names) > 1 else []
 
 
-def line(name: str, run: dict[str, Any], path: Sequence[str], scale: float = 1.0) -> Line:
-    """The curve at a path of each part, such as `("curves", "loss")`."""
-    x: list[float] = []
-    columns: dict[str, list[float]] = {"value": [], "low": [], "high": []}
-    for start, part in zip(starts(run), run["parts"], strict=False):
-        curve = value_at(part, path) or {"step": [], "value": []}
-        x += [start + step for step in curve["step"]]
-        for key, column in columns.items():
-            column += [scale * value for value in curve.get(key, curve["value"])]
-    if columns["low"] == columns["high"]:
-        return Line(name, x, columns["value"])
-    return Line(name, x, columns["value"], columns["low"], columns["high"])
+def line(name: str, run: RunFigures, curve_of: CurveOf, scale: float = 1.0) -> Line:
+    """The curve of each part, one behind the other."""
+    x, y, low, high = list[float](), list[float](), list[float](), list[float]()
+    for start, part in zip(starts(run), run.parts, strict=False):
+        if (curve := curve_of(part)) is None:
+            continue
+        x += [start + step for step in curve.step]
+        y += [scale * value for value in curve.value]
+        low += [scale * value for value in curve.low or curve.value]
+        high += [scale * value for value in curve.high or curve.value]
+    return Line(name, x, y) if low == high else Line(name, x, y, low, high)
 
 
-def divided(run: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Line]]]:
-    """Each division of the held-out loss: its name, what divides it, and a curve by value."""
-    for key, what, label in _DIVIDED:
-        values = dict.fromkeys(value for part in run["parts"] for value in value_at(part, ("validation", key)) or ())
-        yield key, what, {value: line(label.format(value), run, ("validation", key, value)) for value in values}
+def divided(run: RunFigures) -> Iterator[tuple[Division, dict[str, Line]]]:
+    """Each division of the held-out loss, and its curves by value."""
+
+    def of(division: Division, value: str) -> Line:
+        return line(division.label.format(value), run, lambda part: division.values(part).get(value))
+
+    for division in _DIVISIONS:
+        values = dict.fromkeys(value for part in run.parts for value in division.values(part))
+        yield division, {value: of(division, value) for value in values}
 
 
-def labels(runs: Sequence[dict[str, Any]]) -> list[str]:
+def labels(runs: Sequence[RunFigures]) -> list[str]:
     """Names of runs; their folders where the names are equal."""
-    names = [Path(run["folder"]).name for run in runs]
-    return names if len(set(names)) == len(names) else [run["folder"] for run in runs]
+    names = [Path(run.folder).name for run in runs]
+    return names if len(set(names)) == len(names) else [run.folder for run in runs]

@@ -1,6 +1,6 @@
 """The numbers of a snapshot: buckets, crop loss, sources, captions, duplicates, items left out, storage, new samples.
 
-What: `snapshot_figures` gives JSON values from the snapshot's head and tables and from the scans that the head names.
+What: `snapshot_figures` computes them from the snapshot's head and tables and from the scans that the head names.
 Why here: pages, scripts and tests read the same numbers. Rules that decide a number (crop loss, steps per epoch, kinds
 of rejects) are those of `pipeline.images.buckets`, `pipeline.snapshots.join` and `pipeline.sources.reject_kinds`.
 Price: all tables of the snapshot are read, mapped and in columns; the keys of all samples and captions (16 bytes each)
@@ -10,8 +10,8 @@ and the scans' items are in memory to be compared.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,9 @@ from pipeline.cache.layout import Paths
 from pipeline.cache.snapshot import Bucket, BucketPart, Snapshot, picture_keys
 from pipeline.errors import CacheError, IntegrityError
 from pipeline.images import buckets
-from pipeline.reporting.further_figures import further_figures
+from pipeline.reporting.further_figures import FurtherFigures, further_figures
+from pipeline.reporting.json_values import INLINE
+from pipeline.reporting.source_pictures import Embedded
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.phash import ANEW, HashRecipe
 from pipeline.signals.text import TextRecipe
@@ -42,11 +44,212 @@ REJECTED = ("rejected by the scan", "rejected while encoding", "caption rejected
 """Beginnings of the reasons of `Head.left_out` that count rejects by kind."""
 
 
-def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
-    """All numbers of a snapshot: JSON values.
+@dataclass(frozen=True)
+class Example:
+    """An item that an entry counts. source: None: the record does not name it. picture: on a page."""
 
-    `crop` is null, with `crop_missing`, where a scan is gone. `further` is null without further pictures. `new` is null
-    for a snapshot without an earlier snapshot.
+    source: str | None
+    item: str
+    picture: Embedded | None = None
+
+
+@dataclass(frozen=True)
+class BucketFigures:
+    """A bucket. steps: of an epoch. crop: the mean crop loss, if it is known. note: on the steps."""
+
+    height: int
+    width: int
+    samples: int
+    batch: int
+    steps: float
+    crop: float | None
+    note: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.height}x{self.width}"
+
+
+@dataclass(frozen=True)
+class CropFigures:
+    """The crop loss, shares of a picture's area. enlarged: how many pictures are. samples: between the edges."""
+
+    mean: float
+    largest: float
+    enlarged: int
+    edges: list[float]
+    samples: list[int]
+
+
+@dataclass(frozen=True)
+class CaptionFigures:
+    """The captions. per_sample: samples by their number of captions. by_tokens: captions by their number of tokens."""
+
+    captions: int
+    per_sample: dict[str, int]
+    max_length: int
+    at_max_length: int
+    share_at_max_length: float
+    mean_tokens: float
+    p50: int
+    p95: int
+    by_tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """The keys of pictures or captions. repeated: entries whose key occurs more than once; most: how often at most."""
+
+    entries: int
+    distinct: int
+    repeated: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """The repeats of pictures and of captions."""
+
+    pictures: Repeats
+    captions: Repeats
+
+
+@dataclass(frozen=True)
+class Visits:
+    """The samples with so many visits per epoch, and their shares of all samples and of all visits."""
+
+    visits: float
+    samples: int
+    share: float
+    share_of_visits: float
+    examples: list[Example]
+
+
+@dataclass(frozen=True)
+class Alike:
+    """A group of pictures that look the same. pictures: how many."""
+
+    pictures: int
+    examples: list[Example]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """The number of samples that were left out for a reason."""
+
+    reason: str
+    samples: int
+
+
+@dataclass(frozen=True)
+class Reject:
+    """The rejects of a kind. stage: of `REJECTED`."""
+
+    stage: str
+    kind: str
+    samples: int
+    examples: list[Example]
+
+
+@dataclass(frozen=True)
+class KindStorage:
+    """The shards of a kind of record."""
+
+    shards: int
+    bytes: int
+    storage: str
+
+
+@dataclass(frozen=True)
+class StorageFigures:
+    """The bytes of a snapshot. kinds: by kind of record, of the shards that the snapshot names, which may hold other
+    records, too. A packed snapshot has all kinds in its joint shards, counted under each."""
+
+    kinds: dict[str, KindStorage] = field(metadata=INLINE)
+    shards_bytes: int
+    tables_bytes: int
+
+
+@dataclass(frozen=True)
+class NewAndOld:
+    """Samples by whether the earlier snapshot has them."""
+
+    new: int
+    old: int
+
+
+@dataclass(frozen=True)
+class NewInBucket:
+    """The new and the old samples of a bucket."""
+
+    height: int
+    width: int
+    new: int
+    old: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.height}x{self.width}"
+
+
+@dataclass(frozen=True)
+class MeanTokens:
+    """The tokens per caption of new and of old samples; None without samples."""
+
+    new: float | None
+    old: float | None
+
+
+@dataclass(frozen=True)
+class NewSamples:
+    """The samples against those of an earlier snapshot. earlier: its id. removed: samples that only it has."""
+
+    earlier: str
+    earlier_names: list[str]
+    new: int
+    old: int
+    removed: int
+    buckets: list[NewInBucket]
+    sources: dict[str, NewAndOld]
+    mean_tokens: MeanTokens
+
+
+@dataclass(frozen=True)
+class SnapshotFigures:
+    """All numbers of a snapshot.
+
+    Attributes:
+        crop: None, with the reason in `crop_missing`, where a scan is gone.
+        sources: samples by source.
+        further: None without further pictures.
+        not_compared: a sentence about pictures that were not looked at for `alike`.
+        new: None without an earlier snapshot.
+    """
+
+    id: str
+    names: list[str]
+    parent: str | None
+    packed: bool
+    samples: int
+    steps_per_epoch: float
+    buckets: list[BucketFigures]
+    crop: CropFigures | None
+    crop_missing: str | None
+    sources: dict[str, int]
+    captions: CaptionFigures
+    duplicates: Duplicates
+    further: FurtherFigures | None
+    visits: list[Visits]
+    alike: list[Alike]
+    not_compared: str
+    left_out: list[LeftOut]
+    rejects: list[Reject]
+    storage: StorageFigures
+    new: NewSamples | None
+
+
+def snapshot_figures(cache: Cache, snapshot: Snapshot) -> SnapshotFigures:
+    """Compute all numbers of a snapshot.
 
     Raises:
         IntegrityError: a table of the snapshot is missing or damaged.
@@ -57,37 +260,36 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
     crop, by_bucket, missing = _crop(cache, snapshot, names, bucket)
     alike, not_compared = _alike(snapshot, names)
     caption_keys = pc.struct_field(pc.list_flatten(samples.column("captions")), "key")
-    return {
-        "id": snapshot.id,
-        "names": _names(cache, snapshot.id),
-        "parent": head.parent,
-        "packed": snapshot.packed,
-        "samples": len(snapshot),
-        "steps_per_epoch": sum(float(_steps(bucket, head.policies.small)[0]) for bucket in snapshot.buckets),
-        "buckets": [_bucket(snapshot, i, mean) for i, mean in enumerate(by_bucket)],
-        "crop": crop,
-        "crop_missing": missing,
-        "sources": dict(sorted(_counts(names.column("source")).items(), key=lambda pair: (-pair[1], pair[0]))),
-        "captions": _captions(snapshot, samples.column("captions")),
-        "duplicates": {
-            "pictures": _repeated(picture_keys(samples, LatentRecipe.kind)),
-            "captions": _repeated(fixed(caption_keys)),
-        },
-        "further": further_figures(snapshot),
-        "visits": _visits(snapshot),
-        "alike": alike,
-        "not_compared": not_compared,
-        "left_out": [
-            {"reason": reason, "samples": count}
+    return SnapshotFigures(
+        id=snapshot.id,
+        names=_names(cache, snapshot.id),
+        parent=head.parent,
+        packed=snapshot.packed,
+        samples=len(snapshot),
+        steps_per_epoch=sum(float(_steps(bucket, head.policies.small)[0]) for bucket in snapshot.buckets),
+        buckets=[_bucket(snapshot, i, mean) for i, mean in enumerate(by_bucket)],
+        crop=crop,
+        crop_missing=missing,
+        sources=dict(sorted(_counts(names.column("source")).items(), key=lambda pair: (-pair[1], pair[0]))),
+        captions=_captions(snapshot, samples.column("captions")),
+        duplicates=Duplicates(
+            pictures=_repeated(picture_keys(samples, LatentRecipe.kind)), captions=_repeated(fixed(caption_keys))
+        ),
+        further=further_figures(snapshot),
+        visits=_visits(snapshot),
+        alike=alike,
+        not_compared=not_compared,
+        left_out=[
+            LeftOut(reason, count)
             for reason, count in sorted(head.left_out.items(), key=lambda pair: (-pair[1], pair[0]))
         ],
-        "rejects": rejects(cache, snapshot),
-        "storage": _storage(cache, snapshot),
-        "new": _new_samples(cache, snapshot, samples, names, bucket),
-    }
+        rejects=rejects(cache, snapshot),
+        storage=_storage(cache, snapshot),
+        new=_new_samples(cache, snapshot, samples, names, bucket),
+    )
 
 
-def _visits(snapshot: Snapshot) -> list[dict[str, Any]]:
+def _visits(snapshot: Snapshot) -> list[Visits]:
     """The samples by their visits per epoch, the most first; [] where all have one."""
     ranges: dict[Fraction, list[np.ndarray]] = {}
     first = 0
@@ -98,18 +300,18 @@ def _visits(snapshot: Snapshot) -> list[dict[str, Any]]:
     rows = {weight: np.concatenate(ranges[weight]) for weight in sorted(ranges, reverse=True)}
     visits = sum((weight * len(some) for weight, some in rows.items()), Fraction(0))
     return [
-        {
-            "visits": float(weight),
-            "samples": len(some),
-            "share": len(some) / len(snapshot),
-            "share_of_visits": float(weight * len(some) / visits),
-            "examples": _examples(snapshot, some[np.linspace(0, len(some) - 1, min(SHOWN, len(some))).astype(int)]),
-        }
+        Visits(
+            visits=float(weight),
+            samples=len(some),
+            share=len(some) / len(snapshot),
+            share_of_visits=float(weight * len(some) / visits),
+            examples=_examples(snapshot, some[np.linspace(0, len(some) - 1, min(SHOWN, len(some))).astype(int)]),
+        )
         for weight, some in (rows.items() if rows.keys() - {1} else ())
     ]
 
 
-def _alike(snapshot: Snapshot, names: pa.Table) -> tuple[list[dict[str, Any]], str]:
+def _alike(snapshot: Snapshot, names: pa.Table) -> tuple[list[Alike], str]:
     """The largest groups of pictures that look the same; and what was not compared, "" if nothing."""
     if HashRecipe.kind not in snapshot.pictures:
         return [], ""
@@ -128,16 +330,15 @@ def _alike(snapshot: Snapshot, names: pa.Table) -> tuple[list[dict[str, Any]], s
     sizes = np.bincount(member)
     largest = np.argsort(-sizes, kind="stable")[: near_samples.LARGEST]
     groups = [
-        {"pictures": int(sizes[group]), "examples": _examples(snapshot, first[member == group][:SHOWN])}
+        Alike(int(sizes[group]), _examples(snapshot, first[member == group][:SHOWN]))
         for group in largest.tolist()
         if sizes[group] > 1
     ]
     return groups, f"{flat:,} pictures have too little detail to be compared." if flat else ""
 
 
-def _examples(snapshot: Snapshot, rows: np.ndarray) -> list[dict[str, str]]:
-    names = (snapshot.source_item(row) for row in rows.tolist())
-    return [{"source": source, "item": item} for source, item in names]
+def _examples(snapshot: Snapshot, rows: np.ndarray) -> list[Example]:
+    return [Example(*snapshot.source_item(row)) for row in rows.tolist()]
 
 
 def _names(cache: Cache, snapshot_id: str) -> list[str]:
@@ -158,23 +359,15 @@ def _steps(bucket: Bucket, small: str) -> tuple[float, str]:
     return epoch_steps(visits, bucket.batch, small)
 
 
-def _bucket(snapshot: Snapshot, number: int, crop: float | None) -> dict[str, Any]:
+def _bucket(snapshot: Snapshot, number: int, crop: float | None) -> BucketFigures:
     bucket = snapshot.buckets[number]
     steps, note = _steps(bucket, snapshot.head.policies.small)
-    return {
-        "height": bucket.height,
-        "width": bucket.width,
-        "samples": bucket.samples,
-        "batch": bucket.batch,
-        "steps": float(steps),
-        "crop": crop,
-        "note": note,
-    }
+    return BucketFigures(bucket.height, bucket.width, bucket.samples, bucket.batch, float(steps), crop, note)
 
 
 def _crop(
     cache: Cache, snapshot: Snapshot, names: pa.Table, bucket: np.ndarray
-) -> tuple[dict[str, Any] | None, list[float | None], str | None]:
+) -> tuple[CropFigures | None, list[float | None], str | None]:
     """Crop loss of the samples, by the sizes in the scans: its figures, its mean by bucket, and why it is unknown.
 
     bucket: (n,) of each sample.
@@ -199,70 +392,61 @@ def _crop(
     by_bucket = [float(total / count) if count else None for total, count in zip(sums, counts, strict=True)]
     if not known.any():
         return None, by_bucket, None
-    figures = {
-        "mean": float(loss[known].mean()),
-        "largest": float(loss.max()),
-        "enlarged": int((scale > 1).sum()),
-        "edges": CROP_EDGES.tolist(),
-        "samples": np.histogram(np.minimum(loss[known], CROP_EDGES[-1]), CROP_EDGES)[0].tolist(),
-    }
+    figures = CropFigures(
+        mean=float(loss[known].mean()),
+        largest=float(loss.max()),
+        enlarged=int((scale > 1).sum()),
+        edges=CROP_EDGES.tolist(),
+        samples=np.histogram(np.minimum(loss[known], CROP_EDGES[-1]), CROP_EDGES)[0].tolist(),
+    )
     return figures, by_bucket, None
 
 
-def _captions(snapshot: Snapshot, lists: pa.ChunkedArray) -> dict[str, Any]:
+def _captions(snapshot: Snapshot, lists: pa.ChunkedArray) -> CaptionFigures:
     """Numbers of captions by tokens. A caption with `max_length` tokens was cut, or just fits."""
     longest = snapshot.recipe(TextRecipe).max_length
     tokens = pc.struct_field(pc.list_flatten(lists), "rows").to_numpy()
     by_tokens, count = np.bincount(tokens, minlength=longest + 1), max(1, len(tokens))
     numbers, samples = np.unique(pc.list_value_length(lists).to_numpy(), return_counts=True)
     median, most = np.quantile(tokens, (0.5, 0.95), method="inverted_cdf") if len(tokens) else (0, 0)
-    return {
-        "captions": len(tokens),
-        "per_sample": dict(zip(map(str, numbers.tolist()), samples.tolist(), strict=True)),
-        "max_length": longest,
-        "at_max_length": int(by_tokens[longest]),
-        "share_at_max_length": float(by_tokens[longest] / count),
-        "mean_tokens": float(tokens.sum() / count),
-        "p50": int(median),
-        "p95": int(most),
-        "by_tokens": by_tokens.tolist(),
-    }
+    return CaptionFigures(
+        captions=len(tokens),
+        per_sample=dict(zip(map(str, numbers.tolist()), samples.tolist(), strict=True)),
+        max_length=longest,
+        at_max_length=int(by_tokens[longest]),
+        share_at_max_length=float(by_tokens[longest] / count),
+        mean_tokens=float(tokens.sum() / count),
+        p50=int(median),
+        p95=int(most),
+        by_tokens=by_tokens.tolist(),
+    )
 
 
-def _repeated(keys: np.ndarray) -> dict[str, int]:
+def _repeated(keys: np.ndarray) -> Repeats:
     """Count the keys that are distinct, and how many entries have a key that occurs more than once."""
     _, counts = np.unique(keys, return_counts=True)
-    return {
-        "entries": len(keys),
-        "distinct": len(counts),
-        "repeated": int(counts[counts > 1].sum()),
-        "most": int(counts.max(initial=0)),
-    }
+    return Repeats(len(keys), len(counts), repeated=int(counts[counts > 1].sum()), most=int(counts.max(initial=0)))
 
 
-def rejects(cache: Cache, snapshot: Snapshot) -> list[dict[str, Any]]:
-    """The rejects that the snapshot counted: `stage`, `kind`, `samples`, and as `examples` a few items with the
-    `source` (null if the record does not say it) and `item`."""
+def rejects(cache: Cache, snapshot: Snapshot) -> list[Reject]:
+    """The rejects that the snapshot counted, by kind, with a few items of each."""
     wanted: dict[tuple[str, str], int] = {}
     for reason, count in snapshot.head.left_out.items():
         stage, found, name = reason.partition(": ")
         if found and stage in REJECTED:
             wanted[stage, name] = count
-    examples: dict[tuple[str, str], list[dict[str, str | None]]] = {key: [] for key in wanted}
+    examples: dict[tuple[str, str], list[Example]] = {key: [] for key in wanted}
     lacking = set(wanted)
     for stage, source, item, reason in _rejected_items(cache, snapshot) if wanted else ():
         key = (stage, kind(item, reason))
         if key in lacking:
-            examples[key].append({"source": source, "item": item})
+            examples[key].append(Example(source, item))
             if len(examples[key]) == min(EXAMPLES, wanted[key]):
                 lacking.discard(key)
                 if not lacking:
                     break
     ordered = sorted(wanted.items(), key=lambda pair: (-pair[1], pair[0]))
-    return [
-        {"stage": stage, "kind": name, "samples": count, "examples": examples[stage, name]}
-        for (stage, name), count in ordered
-    ]
+    return [Reject(stage, name, count, examples[stage, name]) for (stage, name), count in ordered]
 
 
 def _rejected_items(cache: Cache, snapshot: Snapshot) -> Iterator[tuple[str, str | None, str, str]]:
@@ -283,22 +467,13 @@ def _rejected_items(cache: Cache, snapshot: Snapshot) -> Iterator[tuple[str, str
                     yield stage, None, reject.item, reject.reason
 
 
-def _storage(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
-    """Bytes by kind, of the shards that the snapshot names, which may hold other records, too. A packed snapshot has
-    all kinds in its joint shards, counted under each."""
-    tables = [Paths.table(digest, "arrow") for digest in snapshot.head.tables()]
-    return {
-        **{
-            recipe.kind: {
-                "shards": len(snapshot.head.shards[recipe.kind]),
-                "bytes": int(snapshot.head.shards[recipe.kind].sizes.sum()),
-                "storage": recipe.storage,
-            }
-            for recipe in snapshot.head.recipes_by_kind.values()
-        },
-        "shards_bytes": int(snapshot.shard_sizes().sum()),
-        "tables_bytes": sum(cache.files.sizes(tables).values()),
+def _storage(cache: Cache, snapshot: Snapshot) -> StorageFigures:
+    tables, shards = [Paths.table(digest, "arrow") for digest in snapshot.head.tables()], snapshot.head.shards
+    kinds = {
+        recipe.kind: KindStorage(len(shards[recipe.kind]), int(shards[recipe.kind].sizes.sum()), recipe.storage)
+        for recipe in snapshot.head.recipes_by_kind.values()
     }
+    return StorageFigures(kinds, int(snapshot.shard_sizes().sum()), sum(cache.files.sizes(tables).values()))
 
 
 def earlier(cache: Cache, snapshot: Snapshot) -> Snapshot | None:
@@ -323,7 +498,7 @@ def earlier(cache: Cache, snapshot: Snapshot) -> Snapshot | None:
 
 def _new_samples(
     cache: Cache, snapshot: Snapshot, samples: pa.Table, names: pa.Table, bucket: np.ndarray
-) -> dict[str, Any] | None:
+) -> NewSamples | None:
     """The samples that `earlier` lacks, against the others: counts by bucket and source, and tokens per caption.
 
     bucket: (n,) of each sample.
@@ -337,23 +512,19 @@ def _new_samples(
     of_side = {side: tokens[np.repeat(chosen, captions.to_numpy())] for side, chosen in sides.items()}
     by_bucket = {side: np.bincount(bucket[chosen], minlength=len(snapshot.buckets)) for side, chosen in sides.items()}
     by_source = {side: _counts(names.column("source").filter(pa.array(chosen))) for side, chosen in sides.items()}
-    return {
-        "earlier": before.id,
-        "earlier_names": _names(cache, before.id),
-        "new": int((~old).sum()),
-        "old": int(old.sum()),
-        "removed": len(before) - int(old.sum()),
-        "buckets": [
-            {"height": each.height, "width": each.width, **{side: int(by_bucket[side][i]) for side in sides}}
+    return NewSamples(
+        earlier=before.id,
+        earlier_names=_names(cache, before.id),
+        new=int((~old).sum()),
+        old=int(old.sum()),
+        removed=len(before) - int(old.sum()),
+        buckets=[
+            NewInBucket(each.height, each.width, int(by_bucket["new"][i]), int(by_bucket["old"][i]))
             for i, each in enumerate(snapshot.buckets)
         ],
-        "sources": {
-            name: {side: by_source[side].get(name, 0) for side in sides}
+        sources={
+            name: NewAndOld(by_source["new"].get(name, 0), by_source["old"].get(name, 0))
             for name in sorted(by_source["new"].keys() | by_source["old"].keys())
         },
-        "mean_tokens": {side: float(some.mean()) if len(some) else None for side, some in of_side.items()},
-    }
-
-
-def bucket_name(bucket: dict[str, Any]) -> str:
-    return f"{bucket['height']}x{bucket['width']}"
+        mean_tokens=MeanTokens(**{side: float(some.mean()) if len(some) else None for side, some in of_side.items()}),
+    )

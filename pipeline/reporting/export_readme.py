@@ -29,7 +29,7 @@ PICTURES = 5
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What a README says of a model: its architecture, and the options that its pictures depend on.
+    """A model as its README describes it: the architecture, and the options that its pictures depend on.
 
     Attributes:
         weights: that the training began from; None: random values.

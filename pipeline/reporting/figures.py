@@ -6,7 +6,8 @@ cannot be had is in `missing`, with the command that makes it; only what the use
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,28 @@ from pipeline.cache.cache import Cache
 from pipeline.cache.snapshot import Snapshot
 from pipeline.cache.status import status
 from pipeline.errors import CacheError, UserError
-from pipeline.reporting import run_pictures
-from pipeline.reporting.data_figures import snapshot_figures
-from pipeline.reporting.run_figures import differing_options, is_run, run_figures
+from pipeline.reporting.blocks import Missing
+from pipeline.reporting.data_figures import SnapshotFigures, snapshot_figures
+from pipeline.reporting.run_figures import RunFigures, differing_options, is_run, run_figures, undecoded
 
 TRAIN = "sana-pipe train --resume auto"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """All numbers of a report.
+
+    Attributes:
+        cache: of `pipeline.cache.status`.
+        compare: another run beside `run`.
+        missing: by the id of the section.
+    """
+
+    cache: dict[str, Any] | None
+    snapshot: SnapshotFigures | None
+    run: RunFigures | None
+    compare: RunFigures | None
+    missing: dict[str, Missing]
 
 
 def collect(
@@ -28,9 +46,8 @@ def collect(
     run: Path | None = None,
     snapshot: str | None = None,
     compare: Path | None = None,
-) -> tuple[dict[str, Any], Cache | None, Snapshot | None]:
-    """The numbers as JSON values (`cache`, `snapshot`, `run`, `compare`, `missing`), and their cache and snapshot if
-    they exist.
+) -> tuple[Figures, Cache | None, Snapshot | None]:
+    """The numbers, and their cache and snapshot if they exist.
 
     Args:
         output: `train.output`.
@@ -44,84 +61,82 @@ def collect(
         UserError: `run` or `compare` is no run directory.
         CacheError: `snapshot` does not exist, or the snapshot is damaged.
     """
-    missing: dict[str, dict[str, str]] = {}
-
-    def lacks(section: str, what: str, command: str) -> None:
-        missing[section] = {"what": what, "command": command}
-
-    figures: dict[str, Any] = {"cache": None, "snapshot": None, "run": None, "compare": None, "missing": missing}
-    cache = opened = None
+    missing: dict[str, Missing] = {}
+    cache = opened = counts = data = first = second = None
     folder = output if run is None else run
     if run is not None or is_run(folder):
-        figures["run"] = run_figures(folder, earlier=compare is None)
+        first = run_figures(folder, earlier=compare is None)
     try:
         if open_cache is not None:
             cache = open_cache()
-            figures["cache"] = status(cache)
-            opened = cache.open_snapshot(snapshot or _trained_on(cache, figures["run"]))
+            counts = status(cache)
+            opened = cache.open_snapshot(snapshot or _trained_on(cache, first))
         else:
-            lacks("snapshot", "this page is about the run alone", "sana-pipe report")
+            missing["snapshot"] = Missing("this page is about the run alone", "sana-pipe report")
     except CacheError as error:
         if snapshot is not None:
             raise
-        lacks("snapshot", error.what, error.fix or "sana-pipe status")
+        missing["snapshot"] = Missing(error.what, error.fix or "sana-pipe status")
     if cache is not None and opened is not None:
-        figures["snapshot"] = data = snapshot_figures(cache, opened)
-        if data["crop"] is None:
-            lacks("crop", data["crop_missing"] or "there are no sizes of pictures", "sana-pipe encode --data DIR")
-        if data["new"] is None:
-            lacks("new", "the snapshot has no earlier one to compare with", "sana-pipe bucket --name NAME")
-    if figures["run"] is not None:
-        _lacks_of_run(figures, lacks)
+        data = snapshot_figures(cache, opened)
+        if data.crop is None:
+            what = data.crop_missing or "there are no sizes of pictures"
+            missing["crop"] = Missing(what, "sana-pipe encode --data DIR")
+        if data.new is None:
+            what = "the snapshot has no earlier one to compare with"
+            missing["new"] = Missing(what, "sana-pipe bucket --name NAME")
+    if first is not None:
+        missing |= _missing_in_run(first, data)
     else:
-        lacks("run", f"{folder}: nothing was trained there", TRAIN)
+        missing["run"] = Missing(f"{folder}: nothing was trained there", TRAIN)
     if compare is not None:
-        if figures["run"] is None:
+        if first is None:
             raise UserError("--compare needs a first run", found=f"nothing in {folder}", fix="--run DIR names it")
-        figures["compare"] = other = run_figures(compare)
-        _lacks_pictures([figures["run"], other], lacks)
-        other["options"] = differing_options(figures["run"], other)
-    return figures, cache, opened
+        second = run_figures(compare)
+        missing |= _missing_pictures([first, second])
+        second = replace(second, options=differing_options(first, second))
+    return Figures(counts, data, first, second, missing), cache, opened
 
 
-def _trained_on(cache: Cache, run: dict[str, Any] | None) -> str | None:
+def _trained_on(cache: Cache, run: RunFigures | None) -> str | None:
     """The last snapshot that a run was trained on; None if there is no run or the cache lacks it."""
-    names = [] if run is None else run["parts"][-1]["snapshots"]
+    names = [] if run is None else run.parts[-1].snapshots
     try:
         return cache.open_snapshot(names[-1]).id if names else None
     except CacheError:
         return None
 
 
-def _lacks_pictures(runs: list[dict[str, Any]], lacks: Any) -> None:
-    """Names the first run with drawings that are not decoded, else that there are none."""
+def _missing_pictures(runs: Sequence[RunFigures]) -> dict[str, Missing]:
+    """Name the first run with drawings that are not decoded, else that there are none."""
     for run in runs:
-        if waiting := run_pictures.undecoded(run):
-            lacks("pictures", "; ".join(drawn for drawn, _ in waiting), "; ".join(command for _, command in waiting))
-            return
-    if not any(part["pictures"] for run in runs for part in run["parts"]):
+        if waiting := undecoded(run):
+            what, commands = ("; ".join(texts) for texts in zip(*waiting, strict=True))
+            return {"pictures": Missing(what, commands)}
+    if not any(part.pictures for run in runs for part in run.parts):
         what = "no pictures were drawn during the run; before: sana-pipe encode --prompts default"
-        lacks("pictures", what, "sana-pipe train --set 'train.pictures={}'")
+        return {"pictures": Missing(what, "sana-pipe train --set 'train.pictures={}'")}
+    return {}
 
 
-def _lacks_of_run(figures: dict[str, Any], lacks: Any) -> None:
-    parts, snapshot = figures["run"]["parts"], figures["snapshot"]
-    if not any(part["rows"] for part in parts):
-        lacks("losses", "the journal has no rows yet", TRAIN)
-    if not any(part["validation"] for part in parts):
-        lacks(
-            "validation",
-            "no held-out loss was measured (bucket.heldout holds samples out)",
-            "sana-pipe train --set 'train.validation={}'",
-        )
-    _lacks_pictures([figures["run"]], lacks)
-    if not any(part["prediction"] for part in parts):
-        lacks("memory", "memory and speed were not predicted for this run", "sana-pipe plan")
+def _missing_in_run(run: RunFigures, data: SnapshotFigures | None) -> dict[str, Missing]:
+    parts, missing = run.parts, dict[str, Missing]()
+    if not any(part.rows for part in parts):
+        missing["losses"] = Missing("the journal has no rows yet", TRAIN)
+    if not any(part.validation for part in parts):
+        what = "no held-out loss was measured (bucket.heldout holds samples out)"
+        missing["validation"] = Missing(what, "sana-pipe train --set 'train.validation={}'")
+    missing |= _missing_pictures([run])
+    if not any(part.prediction for part in parts):
+        missing["memory"] = Missing("memory and speed were not predicted for this run", "sana-pipe plan")
     if len(parts) < 2:
-        lacks("rounds", "no run began from another", "sana-pipe train --from RUN --set train.output=DIR")
-    if lost := figures["run"]["lost"]:
-        lacks("earlier", "; ".join(lost), "sana-pipe report --run DIR")
-    used = {name for part in parts for name in part["snapshots"]}
-    if snapshot is not None and used and snapshot["id"] not in used:
+        command = "sana-pipe train --from RUN --set train.output=DIR"
+        missing["rounds"] = Missing("no run began from another", command)
+    if run.lost:
+        missing["earlier"] = Missing("; ".join(run.lost), "sana-pipe report --run DIR")
+    used = {name for part in parts for name in part.snapshots}
+    if data is not None and used and data.id not in used:
         names = ", ".join(sorted(name[:12] for name in used))
-        lacks("trained-on", f"the run was trained on {names}, not on this snapshot", "sana-pipe snapshots")
+        what = f"the run was trained on {names}, not on this snapshot"
+        missing["trained-on"] = Missing(what, "sana-pipe snapshots")
+    return missing

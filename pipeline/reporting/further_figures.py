@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from pipeline.cache.prompts import spread
 from pipeline.cache.scan_table import ABSENT
 from pipeline.cache.snapshot import Snapshot, picture_keys
 from pipeline.errors import CacheError, escaped
+from pipeline.reporting.source_pictures import Embedded
 from pipeline.signals import PictureSignal
 from pipeline.signals.latent import LatentRecipe
 from pipeline.signals.mask import MaskRecipe
@@ -23,6 +24,45 @@ LOOKED_AT = 200
 EXAMPLES = 4
 
 
+@dataclass(frozen=True)
+class FurtherKind:
+    """The further pictures of a kind. samples: that have a picture; blank: that have none. made: the way in which it
+    was made; "": it is a file."""
+
+    kind: str
+    samples: int
+    blank: int
+    made: str
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The mean share of the area that so many masks show."""
+
+    read: int
+    mean: float
+
+
+@dataclass(frozen=True)
+class FurtherExample:
+    """A sample with further pictures. pictures: on a page."""
+
+    source: str
+    item: str
+    height: int
+    width: int
+    pictures: list[Embedded] | None = None
+
+
+@dataclass(frozen=True)
+class FurtherFigures:
+    """Numbers of further pictures. learned: None without masks, or where they cannot be read."""
+
+    kinds: list[FurtherKind]
+    learned: Learned | None
+    examples: list[FurtherExample]
+
+
 def further_recipes(snapshot: Snapshot) -> dict[str, PictureSignal]:
     """The recipes of records that are pictures beside the sample's, by kind."""
     return {
@@ -32,13 +72,8 @@ def further_recipes(snapshot: Snapshot) -> dict[str, PictureSignal]:
     }
 
 
-def further_figures(snapshot: Snapshot) -> dict[str, Any] | None:
-    """Numbers of the further pictures; None: the snapshot has none.
-
-    `kinds`: of each, how many samples have a picture (`samples`) or none (`blank`), and how it was `made` ("": it is a
-    file). `learned`: the `mean` share of the area that masks show; null without masks, or where they cannot be read.
-    `examples`: a few samples.
-    """
+def further_figures(snapshot: Snapshot) -> FurtherFigures | None:
+    """Numbers of the further pictures; None: the snapshot has none."""
     recipes = further_recipes(snapshot)
     if not recipes:
         return None
@@ -46,24 +81,22 @@ def further_figures(snapshot: Snapshot) -> dict[str, Any] | None:
     for kind, recipe in recipes.items():
         absent = np.array([recipe.key(ABSENT, bucket.height, bucket.width) for bucket in snapshot.buckets], "S16")
         blank = sum(int(np.isin(picture_keys(samples, kind), absent).sum()) for samples in snapshot.tables())
-        kinds.append(
-            {"kind": kind, "samples": len(snapshot) - blank, "blank": blank, "made": getattr(recipe, "made", "")}
-        )
+        kinds.append(FurtherKind(kind, len(snapshot) - blank, blank, getattr(recipe, "made", "")))
     examples = []
     for row in spread(len(snapshot), min(EXAMPLES, len(snapshot))):
         (source, item), bucket = snapshot.source_item(row), snapshot.buckets[snapshot.sample(row).bucket]
-        examples.append({"source": source, "item": item, "height": bucket.height, "width": bucket.width})
+        examples.append(FurtherExample(source, item, bucket.height, bucket.width))
     learned = None
     if MaskRecipe.kind in recipes and len(snapshot):
         with suppress(CacheError):  # `verify` names what is damaged
             learned = _learned(snapshot)
-    return {"kinds": kinds, "learned": learned, "examples": examples}
+    return FurtherFigures(kinds, learned, examples)
 
 
-def _learned(snapshot: Snapshot) -> dict[str, Any]:
+def _learned(snapshot: Snapshot) -> Learned:
     """Mean of the masks of evenly spaced samples."""
     shares = [float(mask.mean()) for _, mask in _masks(snapshot, MASKS)]
-    return {"read": len(shares), "mean": float(np.mean(shares))}
+    return Learned(len(shares), float(np.mean(shares)))
 
 
 def _masks(snapshot: Snapshot, most: int) -> Iterator[tuple[int, np.ndarray]]:

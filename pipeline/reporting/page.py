@@ -1,14 +1,14 @@
 """HTML pages in one file, which needs no network, no script and no font: plots are SVG, pictures are inside it.
 
-`write_report` writes the page of `sana-pipe report` from `pipeline.reporting.sections`. Captions and file names are
-foreign text: Jinja2 escapes every value, and a content security policy in the page forbids loading anything. A section
-without data is listed at the end with the command that makes its data.
+Captions and file names are foreign text: Jinja2 escapes every value, and a content security policy in the page forbids
+loading anything. A section without data is listed at the end with the command that makes its data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,49 +19,55 @@ from markupsafe import Markup
 from pipeline import __version__
 from pipeline.cache.disk import replacing
 from pipeline.errors import UserError, writing
-from pipeline.reporting.blocks import COLUMNS, ROWS, Block, Card, Prompt, Table
-from pipeline.reporting.sections import FIRST, SECTIONS, Section, headline
+from pipeline.reporting.blocks import COLUMNS, ROWS, Block, Card, Heading, Missing, Prompt, Table
 
 _MARK, _HEAD = b'<meta name="generator" content="sana-pipe ', 300
 """The mark of the product's pages, within its first bytes."""
-_KINDS: dict[str, type] = {"plots": Markup, "lines": str, "tables": Table, "prompts": Prompt, "cards": Card}
 
 
-def write_report(figures: dict[str, Any], out: Path, gallery: Sequence[Card] = ()) -> list[str]:
-    """Write the report.
+@dataclass(frozen=True)
+class _Content:
+    """The blocks of a section by their kind, in the order of the page."""
 
-    Args:
-        figures: of `pipeline.reporting.figures.collect`, with pictures of rejects as `examples[].picture`.
-        gallery: cards of decoded latents.
+    heading: Heading
+    lines: list[str] = field(default_factory=list)
+    plots: list[Markup] = field(default_factory=list)
+    tables: list[Table[Any]] = field(default_factory=list)
+    prompts: list[Prompt] = field(default_factory=list)
+    cards: list[Card] = field(default_factory=list)
 
-    Returns:
-        Ids of the sections.
-
-    Raises:
-        UserError: as `write`.
-    """
-    sections = [
-        (section, list(gallery if section.id == "gallery" else section.blocks_of(figures))) for section in SECTIONS
-    ]
-    titles = {section.id: section.title for section in SECTIONS}
-    commands = {**figures["missing"], **_not_asked_for(figures, gallery)}
-    missing = [{"title": titles[name], **entry} for name, entry in commands.items()]
-    return write(_title(figures), sections, out, numbers=headline(figures)[:FIRST], missing=missing)
+    @classmethod
+    def of(cls, heading: Heading, blocks: Iterable[Block]) -> _Content | None:
+        """None without a block that shows something."""
+        content, shown = cls(heading), [block for block in blocks if block]
+        for block in shown:
+            match block:
+                case Markup():  # a str, too
+                    content.plots.append(block)
+                case str():
+                    content.lines.append(block)
+                case Table():
+                    content.tables.append(block)
+                case Prompt():
+                    content.prompts.append(block)
+                case Card():
+                    content.cards.append(block)
+        return content if shown else None
 
 
 def write(
     title: str,
-    sections: Iterable[tuple[Section, Sequence[Block]]],
+    sections: Iterable[tuple[Heading, Sequence[Block]]],
     out: Path,
     numbers: Sequence[tuple[str, str, str]] = (),
-    missing: Sequence[dict[str, str]] = (),
+    missing: Sequence[tuple[str, Missing]] = (),
 ) -> list[str]:
     """Write a page, whole or not at all.
 
     Args:
         sections: with their blocks; those without are left out.
         numbers: name, value and remark of each number above everything.
-        missing: `title`, `what` and `command` of each section that the page lacks.
+        missing: of each section that the page lacks, with its title.
 
     Returns:
         Ids of the sections.
@@ -70,19 +76,14 @@ def write(
         UserError: the page cannot be written, or see `check_out`.
     """
     check_out(out)
-    shown: list[dict[str, Any]] = []
-    for section, blocks in sections:
-        content: dict[str, list[Any]] = {name: [] for name in _KINDS}
-        for block in filter(None, blocks):
-            content[next(name for name, kind in _KINDS.items() if isinstance(block, kind))].append(block)
-        if any(content.values()):
-            shown.append({"id": section.id, "title": section.title, "wide": section.wide, **content})
-    text = render("page.html", title=title, numbers=numbers, sections=shown, missing=missing)
+    contents = (_Content.of(heading, blocks) for heading, blocks in sections)
+    shown = [content for content in contents if content is not None]
+    text = render("page.html", title=title, numbers=numbers, contents=shown, missing=missing)
     with _writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out) as work:
             work.write_bytes(text.encode("utf-8", "replace"))  # names of files may hold lone surrogates
-    return [section["id"] for section in shown]
+    return [content.heading.id for content in shown]
 
 
 def render(template: str, **values: Any) -> str:
@@ -112,22 +113,3 @@ def check_out(out: Path) -> None:
 
 def _writing(out: Path) -> AbstractContextManager[None]:
     return writing(out, "check the rights, or give another --out")
-
-
-def _not_asked_for(figures: dict[str, Any], gallery: Sequence[Card]) -> dict[str, dict[str, str]]:
-    absent = {}
-    if figures["snapshot"] is not None and not gallery:
-        absent["gallery"] = {"what": "no latents were decoded", "command": "sana-pipe report --gallery 8"}
-    if figures["run"] is not None and figures["compare"] is None:
-        absent["compare"] = {"what": "no second run was named", "command": "sana-pipe report --compare RUN"}
-    return absent
-
-
-def _title(figures: dict[str, Any]) -> str:
-    parts = []
-    if figures["run"] is not None:
-        parts.append(f"run {Path(figures['run']['folder']).name}")
-    if (data := figures["snapshot"]) is not None:
-        names = [name for name in data["names"] if not name.startswith("trained-")]
-        parts.append(f"snapshot {names[0] if names else data['id'][:12]}")
-    return "sana-pipe report" + (f": {', '.join(parts)}" if parts else "")

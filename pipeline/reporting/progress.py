@@ -7,14 +7,16 @@ drawn.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from PIL import Image
 
 from pipeline.reporting.blocks import COLUMNS, Block, Prompt, Slider
-from pipeline.reporting.curves import VALIDATION, labels, length, line, marks, starts
+from pipeline.reporting.curves import column, held_out, labels, length, line, marks, starts
+from pipeline.reporting.figures import Figures
 from pipeline.reporting.plots import WIDE, WIDTH, line_plot
-from pipeline.reporting.run_pictures import undecoded
+from pipeline.reporting.run_figures import RunFigures, undecoded
+from pipeline.reporting.run_pictures import DrawingFigures
 from pipeline.reporting.source_pictures import Embedded, embedded
 
 FRAMES = 24
@@ -31,15 +33,15 @@ class _Frame(NamedTuple):
     file: str | None
 
 
-def progress(figures: dict[str, Any]) -> Iterator[Block]:
+def progress(figures: Figures) -> Iterator[Block]:
     """A plot of losses and a `Prompt` for each prompt; a line about the pictures of each run."""
-    runs = [run for run in (figures["run"], figures["compare"]) if run is not None]
+    runs = [run for run in (figures.run, figures.compare) if run is not None]
     if not runs:
         return
     until, lines = max(map(length, runs)), []
-    for what, path in (("training loss", ("curves", "loss")), ("held-out loss", VALIDATION)):
+    for what, curve_of in (("training loss", column("loss")), ("held-out loss", held_out)):
         for label, run in zip(labels(runs), runs, strict=True):
-            lines.append(line(f"{what}{'' if len(runs) == 1 else f', {label}'}", run, path))
+            lines.append(line(f"{what}{'' if len(runs) == 1 else f', {label}'}", run, curve_of))
     for width in (WIDE, WIDTH):
         title, at = "Training loss and held-out loss", marks(runs[0])
         yield line_plot(title, lines, "loss", marks=at, until=until, width=width)
@@ -60,29 +62,29 @@ def progress(figures: dict[str, Any]) -> Iterator[Block]:
     yield from (Prompt(prompt, of_prompt, _controls(runs, prompt)) for prompt, of_prompt in sliders.items())
 
 
-def _controls(runs: list[dict[str, Any]], prompt: str) -> list[Embedded]:
+def _controls(runs: list[RunFigures], prompt: str) -> list[Embedded]:
     """The control pictures that a prompt was drawn with, each once."""
     controls = dict[str, Embedded]()
-    for drawing in (drawing for run in runs for part in run["parts"] for drawing in part["pictures"]):
-        if drawing.get("controls") and prompt in drawing["prompts"]:
-            _, shown = _picture(_Frame(0, "", "control", drawing["controls"][drawing["prompts"].index(prompt)]))
+    for drawing in (drawing for run in runs for part in run.parts for drawing in part.pictures):
+        if isinstance(drawing, DrawingFigures) and drawing.controls and prompt in drawing.prompts:
+            _, shown = _picture(_Frame(0, "", "control", drawing.controls[drawing.prompts.index(prompt)]))
             controls[shown.data] = shown
     return list(controls.values())
 
 
-def _frames(run: dict[str, Any]) -> tuple[dict[str, list[_Frame]], set[str]]:
+def _frames(run: RunFigures) -> tuple[dict[str, list[_Frame]], set[str]]:
     """The decoded pictures of each prompt, and the weights that drew them."""
     frames: dict[str, list[_Frame]] = {}
-    several, drawn = len(run["parts"]) > 1, set()
-    for start, part in zip(starts(run), run["parts"], strict=False):
-        for drawing in part["pictures"]:
-            if drawing.get("pictures") is None:
+    several, drawn = len(run.parts) > 1, set()
+    for start, part in zip(starts(run), run.parts, strict=False):
+        for drawing in part.pictures:
+            if not isinstance(drawing, DrawingFigures) or drawing.pictures is None:
                 continue
-            step, name = f"{drawing['step']:,}", part["name"]
+            step, name = f"{drawing.step:,}", part.name
             when = (f"{name} {step}", f"{name}, step {step}") if several else (step, f"step {step}")
-            drawn.add("EMA weights" if drawing["ema"] else "last weights")
-            for prompt, file in zip(drawing["prompts"], drawing["pictures"], strict=True):
-                frames.setdefault(prompt, []).append(_Frame(start + drawing["step"], *when, file))
+            drawn.add("EMA weights" if drawing.ema else "last weights")
+            for prompt, file in zip(drawing.prompts, drawing.pictures, strict=True):
+                frames.setdefault(prompt, []).append(_Frame(start + drawing.step, *when, file))
     return frames, drawn
 
 

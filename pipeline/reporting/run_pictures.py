@@ -35,7 +35,6 @@ DECODED = "decoded.json"
 POLL_S = 2.0
 _DECIDES = ("weights", "compression", "channels", "scaling_factor")
 """Fields of a latent recipe that a decoder has to fit."""
-_SHOWN = ("ema", "height", "width", "sampling_steps", "guidance", "seed", "prompt_set")
 
 
 @dataclass(frozen=True)
@@ -99,54 +98,79 @@ class Drawing:
             return None
 
 
-def listed(run: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class DrawingFigures:
+    """A drawing for reports, with the values that its file states (None: it does not).
+
+    Attributes:
+        pictures: a path or None (not decodable) for each prompt; None: they are not decoded yet.
+        controls: likewise of a run with a ControlNet, else None.
+    """
+
+    step: int
+    file: str
+    ema: bool | None
+    height: int | None
+    width: int | None
+    sampling_steps: int | None
+    guidance: float | None
+    seed: int | None
+    prompt_set: str | None
+    prompts: list[str]
+    pictures: list[str | None] | None
+    controls: list[str | None] | None
+
+
+@dataclass(frozen=True)
+class UnreadableDrawing:
+    """A drawing whose file cannot be read."""
+
+    step: int
+    file: str
+    problem: str
+
+
+def listed(run: Path, rows: list[dict[str, Any]]) -> list[DrawingFigures | UnreadableDrawing]:
     """The drawings of a run directory for reports, by step; files that were removed are left out.
 
     Args:
         rows: the journal's `pictures` rows, those of the last attempts.
-
-    Returns:
-        JSON values: `step`, `file`; `problem` if the file cannot be read; else `prompts`, `ema`, `height`, `width`,
-        `sampling_steps`, `guidance`, `seed`, `prompt_set` as drawn, and `pictures`: a path or null (not decodable) for
-        each prompt, or null if they are not decoded yet; `controls`, likewise, of a run with a ControlNet, else null.
     """
-    drawings = []
+    drawings = list[DrawingFigures | UnreadableDrawing]()
     for row in rows:
         path = run / FOLDER / Path(str(row.get("file"))).name
         if not path.is_file():
             continue
-        entry: dict[str, Any] = {"step": row["step"], "file": str(path)}
         try:
             drawing = Drawing.read(path)
         except UserError as error:
-            drawings.append({**entry, "problem": error.what})
+            drawings.append(UnreadableDrawing(row["step"], str(path), error.what))
             continue
-        made = drawing.pictures()
-        prompts = [str(prompt) for prompt in drawing.facts.get("prompts") or ()]
-        kinds = {"pictures": "", **({"controls": "-control"} if "controls" in drawing.facts else {})}
-        entry |= {name: drawing.facts.get(name) for name in _SHOWN}
-        entry |= {"prompts": prompts, "pictures": None, "controls": None}
-        if made is not None:
-            for kind, ending in kinds.items():
-                places = [made.get(f"{number:04d}{ending}") for number in range(len(prompts))]
-                entry[kind] = [place and str(place) for place in places]
-        drawings.append(entry)
+        facts, made = drawing.facts, drawing.pictures()
+        prompts = [str(prompt) for prompt in facts.get("prompts") or ()]
+        drawings.append(
+            DrawingFigures(
+                step=row["step"],
+                file=str(path),
+                ema=facts.get("ema"),
+                height=facts.get("height"),
+                width=facts.get("width"),
+                sampling_steps=facts.get("sampling_steps"),
+                guidance=facts.get("guidance"),
+                seed=facts.get("seed"),
+                prompt_set=facts.get("prompt_set"),
+                prompts=prompts,
+                pictures=None if made is None else _places(made, len(prompts)),
+                controls=None if made is None or "controls" not in facts else _places(made, len(prompts), "-control"),
+            )
+        )
     return drawings
 
 
-def undecoded(run: dict[str, Any]) -> list[tuple[str, str]]:
-    """List the drawings of a run that are not decoded, with the command for it: of its folder, and of each run that it
-    began from. run: of `run_figures`."""
-    folders: dict[str, list[dict[str, Any]]] = {}
-    for part in run["parts"]:
-        inside = Path(part["folder"]).is_relative_to(run["folder"])
-        folders.setdefault(run["folder"] if inside else part["folder"], []).extend(part["pictures"])
-    counts = {folder: sum(each.get("pictures") is None for each in drawings) for folder, drawings in folders.items()}
-    return [
-        (f"{count} of {len(folders[folder])} drawings of {folder} are not decoded", decode_command(Path(folder)))
-        for folder, count in counts.items()
-        if count
-    ]
+def _places(made: dict[str, Path | None], count: int, ending: str = "") -> list[str | None]:
+    """The files of the first pictures. made: of `Drawing.pictures`."""
+    files = [made.get(f"{number:04d}{ending}") for number in range(count)]
+    return [None if file is None else str(file) for file in files]
 
 
 def files(run: Path) -> list[Path]:
