@@ -1,6 +1,7 @@
 # Every target first makes the virtual environment .venv; nothing has to be activated.
 #   make demo            photographs -> encode -> bucket -> train -> export -> sample -> report, in ./demo
 #   make test            the default tests
+#   make test WING=data  those of a wing: data, train or tools
 #   make test-durations  the default tests, then the slowest twenty (DURATIONS=N)
 # Settings:  VENV=dir  PYTHON=python3.12  PYTEST_ARGS="-x -k cache"  DEMO_DIR=dir  DEMO_ARGS="--quick"
 #   JOBS=8   processes that share the tests (about 1.5 GB each; 4 for 2 cores, since some tests wait)
@@ -14,6 +15,7 @@ PYTHON      ?= python3
 DEMO_DIR    ?= demo
 DEMO_ARGS   ?=
 PYTEST_ARGS ?=
+WING        ?=
 JOBS        ?= 4
 DURATIONS   ?= 20
 BENCH_ARGS  ?=
@@ -35,7 +37,7 @@ TARGETS := install browser demo collect test test-durations slow dist fault long
 .PHONY: help $(TARGETS)
 
 help:
-	@sed -n '2,7p' Makefile | sed 's/^# *//'
+	@sed -n '2,8p' Makefile | sed 's/^# *//'
 	@echo 'Targets: $(TARGETS)'
 
 install: $(STAMP)
@@ -64,7 +66,7 @@ collect: $(STAMP)
 
 # A process more than there are cores, since some tests wait for other processes.
 test: $(STAMP)
-	$(PYTEST) -n $$(($(JOBS) + 1)) --dist loadfile $(PYTEST_ARGS)
+	$(PYTEST) -n $$(($(JOBS) + 1)) --dist loadfile $(WING:%=tests/%) $(PYTEST_ARGS)
 
 test-durations: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist loadfile --durations=$(DURATIONS) --durations-min=0 $(PYTEST_ARGS)

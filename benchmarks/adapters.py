@@ -29,21 +29,22 @@ from benchmarks.loader import build
 from benchmarks.memory import count, shape
 from benchmarks.report import finish, median, table
 from benchmarks.train_step import CPU, TINY, batch_of
-from pipeline.config import TrainConfig, load
-from pipeline.gpus import card
-from pipeline.models import nvlabs
-from pipeline.models.adapters import Merged, adapter_of
-from pipeline.models.sana_config import SanaConfig
-from pipeline.models.spec import reset_buffers
-from pipeline.parallel.parallelize import ParallelModel
-from pipeline.planning.predict import Data, Machine, predict
-from pipeline.processes import run_and_exit
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.training import optimizers
-from pipeline.training.assemble import Trainable
-from pipeline.training.recipes.flow import Flow
-from pipeline.training.step import TrainStep
+from pipeline.base.gpus import card
+from pipeline.base.processes import run_and_exit
+from pipeline.config import load
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
+from pipeline.tools.planning.predict import Data, Machine, predict
+from pipeline.train.config import TrainConfig
+from pipeline.train.models import nvlabs
+from pipeline.train.models.adapters import Merged, adapter_of
+from pipeline.train.models.sana_config import SanaConfig
+from pipeline.train.models.spec import reset_buffers
+from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.training import optimizers
+from pipeline.train.training.assemble import Trainable
+from pipeline.train.training.objectives.flow import Flow
+from pipeline.train.training.step import TrainStep
 
 RANK = 16
 SMALL = SanaConfig(
@@ -151,8 +152,8 @@ def patched(spec: SanaConfig, base: dict[str, Tensor], path: Path) -> dict[str, 
 
 def checkpoint_bytes(folder: Path) -> tuple[int, int]:
     """Of a training's checkpoint, and of its adapter and the two moments; one block of Sana 0.6B's width."""
-    latent = LatentRecipe(compression=8, channels=16)
-    build(folder / "cache", 24, buckets=TINY, batch=12, latent=latent, text=TextRecipe(width=128))
+    latent = LatentEncoding(compression=8, channels=16)
+    build(folder / "cache", 24, buckets=TINY, batch=12, latent=latent, text=TextEncoding(width=128))
     wide = {"num_layers": 1, "num_attention_heads": 36, "attention_head_dim": 32}
     wide |= {"num_cross_attention_heads": 16, "cross_attention_head_dim": 72}
     given = [f"cache={folder / 'cache'}", f"train.output={folder / 'run'}", "train.steps=2", "train.ema=null"]

@@ -1,7 +1,7 @@
 """Does a ControlNet follow its control, and what does it cost to read?
 
 Crops of photographs with their edges (`data.pictures.control.made: canny`), small models of the demo's shapes, CPU. A
-base is trained on the crops; beside it a ControlNet, and as many steps of another one on the same crops with the edges
+base is trained on the crops; next to it a ControlNet, and as many steps of another one on the same crops with the edges
 of others (`shuffled`); all three draw for crops of other photographs. NAME_f1: F1 of the edges of the drawn pictures
 against the control, a pixel off allowed. control_gain: control_f1 to shuffled_f1. NAME_vs_others: NAME_f1 to the F1 of
 the same pictures against the controls of other samples, 1 for a model that ignores its control. read_only_asked: bytes
@@ -32,12 +32,12 @@ import stages.sample
 import stages.train
 from benchmarks.report import finish, table
 from pipeline import cli
-from pipeline.cache.cache import Cache
-from pipeline.cache.shard import ShardReader
+from pipeline.base.processes import run_and_exit
 from pipeline.config import Config, load
-from pipeline.demo import small_models
-from pipeline.loader.loader import Loader, LoaderSettings
-from pipeline.processes import run_and_exit
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.shard import ShardReader
+from pipeline.data.loader.loader import Loader, LoaderSettings
+from pipeline.tools.demo import small_models
 
 SIDE = 64
 NAMES = ("astronaut", "chelsea", "coffee", "rocket", "camera", "cat", "brick", "coins", "moon", "hubble_deep_field")
@@ -107,7 +107,7 @@ def bytes_read(config: Config, snapshot: str) -> int:
     reading: dict[str, Any] = {"prefetch": 0, "threads": 1, "stop_step": 4}
     ShardReader.read_batch = counted  # type: ignore
     try:
-        for _ in Loader(Cache.of(config).open_snapshot(snapshot), LoaderSettings(**settings, **reading)):
+        for _ in Loader(Cache(config.cache).open_snapshot(snapshot), LoaderSettings(**settings, **reading)):
             pass
     finally:
         ShardReader.read_batch = real  # type: ignore

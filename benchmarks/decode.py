@@ -4,7 +4,7 @@ The photographs of scikit-image, enlarged to a camera's size, with sensor noise 
 is covered to a bucket around 1024 px by both sides in turn, on one thread, CPU time. The bucket is once of the
 picture's own shape (the timed case), once of another (a crop, where a shift of a fraction of a pixel would show).
 
-Our side resizes as the recipe says: bicubic at this size, which is Sana's rule; `psnr_db`, the worst picture against
+Our side resizes as the encoding says: bicubic at this size, which is Sana's rule; `psnr_db`, the worst picture against
 Lanczos, is therefore mostly the difference of the two filters. `psnr_same_filter_db` is against Pillow with our filter.
 """
 
@@ -21,8 +21,8 @@ import skimage.data
 from PIL import Image
 
 from benchmarks.report import finish, median, table
-from pipeline.images import decoding, resize
-from pipeline.processes import run_and_exit
+from pipeline.base.processes import run_and_exit
+from pipeline.data.images import decoding, resize
 
 SIZES = {"12mp": (4000, 3000), "2mp": (1632, 1224)}
 OWN, CROPPED = (864, 1152), (896, 1152)

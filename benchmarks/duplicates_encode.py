@@ -20,8 +20,8 @@ import torch
 from PIL import Image
 
 from benchmarks.report import median
-from pipeline.demo import small_models
-from pipeline.images.perceptual_hash import hashes
+from pipeline.data.images.perceptual_hash import hashes
+from pipeline.tools.demo import small_models
 
 
 def hash_overhead(folder: Path, pictures: list[Image.Image], count: int, rounds: int) -> float:

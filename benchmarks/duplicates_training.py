@@ -19,7 +19,7 @@ import stages.bucket
 import stages.encode
 import stages.train
 from pipeline.config import Config, load
-from pipeline.demo import small_models
+from pipeline.tools.demo import small_models
 
 TILES, REPEATED, COPIES, HELD_OUT = 48, 8, 6, 24
 SEEDS = (0, 1, 2)

@@ -1,4 +1,4 @@
-"""What decoding, writing and committing cost beside the encoder.
+"""What decoding, writing and committing cost in addition to the encoder.
 
 `orchestration_efficiency`: images/s of `encode`'s worker (decode threads, encoder, writer thread, commit) over those of
 a bare loop of the same real encoder (an `AutoencoderDC` on one thread, slower than decoding) on pictures that are
@@ -23,27 +23,27 @@ import torch
 from PIL import Image
 
 from benchmarks.report import finish, median, table
-from pipeline.cache.cache import Cache, Unit, WorkPlan
-from pipeline.cache.index import Commit
-from pipeline.config import EncodeConfig
-from pipeline.encoding import plan as planning
-from pipeline.encoding import scan as scanning
-from pipeline.encoding import unit_records
-from pipeline.images import decoding
-from pipeline.processes import run_and_exit
-from pipeline.signals.latent import LatentRecipe
-from pipeline.sources.folder import FolderSource
-from pipeline.sources.source import Place
-from pipeline.work import engine
-from pipeline.work.claims import Claims
-from pipeline.work.progress import Progress
-from pipeline.work.stop import Stop
+from pipeline.base.processes import run_and_exit
+from pipeline.data.cache.cache import Cache, Unit, WorkList
+from pipeline.data.cache.index import Commit
+from pipeline.data.encoding import plan as planning
+from pipeline.data.encoding import scan as scanning
+from pipeline.data.encoding import unit_records
+from pipeline.data.encoding.config import EncodeConfig
+from pipeline.data.images import decoding
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.sources.folder import FolderSource
+from pipeline.data.sources.source import Place
+from pipeline.data.work import engine
+from pipeline.data.work.claims import Claims
+from pipeline.data.work.progress import Progress
+from pipeline.data.work.stop import Stop
 
 SIDE, BATCH = 256, 4
 UNIT, PICTURE_S = 16, 0.05
 """Pictures of a unit, and seconds that the sleeping encoder takes for one."""
 
-RECIPE = LatentRecipe(weights="benchmark", compression=8, channels=16, decoder=decoding.choose("auto"))
+ENCODING = LatentEncoding(weights="benchmark", compression=8, channels=16, decoder=decoding.choose("auto"))
 
 
 class Real:
@@ -95,25 +95,25 @@ def pictures(folder: Path, count: int) -> FolderSource:
     return FolderSource(folder, "text", "pictures")
 
 
-def prepare(root: Path, source: FolderSource) -> tuple[Cache, list[WorkPlan]]:
+def prepare(root: Path, source: FolderSource) -> tuple[Cache, list[WorkList]]:
     cache = Cache(root, create=True)
     scan = scanning.scan(
         source, "pictures", cache, max_pixels=10**8, workers=2, rehash=False, progress=lambda done, total: None
     )
-    work = planning.image_work(scan, "pictures", RECIPE, [(SIDE, SIDE)])
+    work = planning.image_work(scan, "pictures", ENCODING, [(SIDE, SIDE)])
     config = EncodeConfig(image_batch=BATCH)
     planning.UNIT_IMAGES = UNIT
-    return cache, planning.plan_images(cache, RECIPE, work, config)
+    return cache, planning.plan_images(cache, ENCODING, work, config)
 
 
-def encode(cache: Cache, plans: list[WorkPlan], source: FolderSource, encoder: Real) -> int:
+def encode(cache: Cache, plans: list[WorkList], source: FolderSource, encoder: Real) -> int:
     done = 0
     for plan, unit in engine.missing_units(cache, plans):
         rows = cache.unit_rows(plan, unit)
         made = unit_records.image_records(
-            RECIPE, unit, rows, {"pictures": source}, encoder, max_pixels=10**8, workers=2
+            ENCODING, unit, rows, {"pictures": source}, encoder, max_pixels=10**8, workers=2
         )
-        done += unit_records.write_unit(cache, RECIPE, plan, unit, made, lambda good, bad: None).records
+        done += unit_records.write_unit(cache, ENCODING, plan, unit, made, lambda good, bad: None).records
     return done
 
 
@@ -123,19 +123,19 @@ class Runner:
     def __init__(self, cache: Cache, source: FolderSource, seconds: float):
         self.cache, self.source, self.encoder = cache, source, Sleeping(seconds)
 
-    def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> Commit:
+    def make(self, plan: WorkList, unit: Unit, progress: Callable[[int, int], None]) -> Commit:
         rows = self.cache.unit_rows(plan, unit)
         made = unit_records.image_records(
-            RECIPE, unit, rows, {"pictures": self.source}, self.encoder, max_pixels=10**8, workers=2
+            ENCODING, unit, rows, {"pictures": self.source}, self.encoder, max_pixels=10**8, workers=2
         )
-        return unit_records.write_unit(self.cache, RECIPE, plan, unit, made, progress)
+        return unit_records.write_unit(self.cache, ENCODING, plan, unit, made, progress)
 
 
 def child(root: str, folder: str, seconds: str, task: str, tasks: str) -> None:
     """One of the processes of `two_process_scaling`: waits for a line, then works."""
     source = FolderSource(Path(folder), "text", "pictures")
     cache = Cache(root)
-    todo = engine.missing_units(cache, cache.plans(RECIPE.name))
+    todo = engine.missing_units(cache, cache.plans(ENCODING.name))
     runner: Any = Runner(cache, source, float(seconds))
     print("ready", flush=True)
     sys.stdin.readline()
@@ -189,7 +189,7 @@ def main() -> None:
         work = Path(folder)
         source, longer = pictures(work / "pictures", count), pictures(work / "longer", many)
         ready = [
-            decoding.load(source.read(Place(f"{i:05d}.jpg")), (SIDE, SIDE), decoder=RECIPE.decoder)
+            decoding.load(source.read(Place(f"{i:05d}.jpg")), (SIDE, SIDE), decoder=ENCODING.decoder)
             for i in range(count)
         ]
         encoder = Real()

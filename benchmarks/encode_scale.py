@@ -40,17 +40,17 @@ import pyarrow as pa
 
 from benchmarks import large_cache
 from benchmarks.report import finish, median, table
-from pipeline.cache import layout
-from pipeline.cache.cache import Cache
-from pipeline.cache.status import status
-from pipeline.config import EncodeConfig
-from pipeline.encoding import plan as planning
-from pipeline.encoding import unit_records
-from pipeline.processes import run_and_exit
-from pipeline.signals.latent import LatentRecipe
-from pipeline.work import engine
+from pipeline.base.processes import run_and_exit
+from pipeline.data.cache import layout
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.status import status
+from pipeline.data.encoding import plan as planning
+from pipeline.data.encoding import unit_records
+from pipeline.data.encoding.config import EncodeConfig
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.work import engine
 
-RECIPE = LatentRecipe(weights="scale", compression=8, channels=4)
+ENCODING = LatentEncoding(weights="scale", compression=8, channels=4)
 SIZES = [(64, 64), (48, 80), (80, 48)]
 ROUNDS = 3
 GROWING = ("scan", "noop", "bucket", "folder", "s3", "dry", "grow", "filter")
@@ -87,10 +87,10 @@ def measure(count: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         cache = Cache(Path(folder) / "cache", create=True)
-        cache.add_recipe(RECIPE)
+        cache.add_encoding(ENCODING)
         scan = scan_table(count)
-        work = timed("work list", lambda: planning.image_work(scan, "scale", RECIPE, SIZES))
-        plans = timed("plan", lambda: planning.plan_images(cache, RECIPE, work, EncodeConfig()))
+        work = timed("work list", lambda: planning.image_work(scan, "scale", ENCODING, SIZES))
+        plans = timed("plan", lambda: planning.plan_images(cache, ENCODING, work, EncodeConfig()))
 
         def encode() -> None:
             for plan, unit in engine.missing_units(cache, plans):
@@ -106,11 +106,11 @@ def measure(count: int) -> dict[str, float]:
                         [],
                     )
                 ]
-                unit_records.write_unit(cache, RECIPE, plan, unit, made, lambda good, bad: None)
+                unit_records.write_unit(cache, ENCODING, plan, unit, made, lambda good, bad: None)
 
         timed("encode and commit", encode)
         timed("merge", lambda: engine.missing_units(cache, plans))
-        found = timed("index", lambda: cache.index(RECIPE.name))
+        found = timed("index", lambda: cache.index(ENCODING.name))
         if len(found) != count:
             raise RuntimeError(f"{len(found)} of {count} records are in the index")
         told = timed("status", lambda: status(cache))
@@ -122,8 +122,8 @@ def measure(count: int) -> dict[str, float]:
 
 def run_with_nothing_to_do(folder: Path, scan: pa.Table) -> None:
     cache = Cache(folder / "cache")
-    work = planning.image_work(scan, "scale", RECIPE, SIZES)
-    if engine.missing_units(cache, planning.plan_images(cache, RECIPE, work, EncodeConfig())):
+    work = planning.image_work(scan, "scale", ENCODING, SIZES)
+    if engine.missing_units(cache, planning.plan_images(cache, ENCODING, work, EncodeConfig())):
         raise RuntimeError("there is work left")
 
 

@@ -31,36 +31,34 @@ import pyarrow.compute as pc
 
 from benchmarks import s3_listing
 from benchmarks.report import resident
-from pipeline.cache import arrow, audit, garbage, index, keys, layout, scan_table, scratch
-from pipeline.cache import snapshot as snapshots
-from pipeline.cache.cache import Cache
-from pipeline.cache.keys import binary
-from pipeline.cache.layout import Paths
-from pipeline.cache.recipes import Recipe, records_schema
-from pipeline.cache.shard import to_ipc
-from pipeline.cache.snapshot_lists import publish
-from pipeline.cache.status import status
+from pipeline.base.processes import run_and_exit
 from pipeline.config import Config, load
-from pipeline.encoding import estimate, last_scan, scan_rows, unit_records
-from pipeline.encoding import plan as planning
-from pipeline.encoding import scan as scanning
-from pipeline.encoding.reading import Reading
-from pipeline.images import buckets
-from pipeline.loader import planner
-from pipeline.processes import run_and_exit
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.snapshots import join
-from pipeline.sources import remote
-from pipeline.sources.caption_columns import CaptionRule
-from pipeline.sources.caption_rules import instruction
-from pipeline.sources.filesystem import LocalFilesystem
-from pipeline.sources.folder import FolderSource
-from pipeline.sources.source import ListedItems, Part
-from pipeline.sources.tars import TarSource
-from pipeline.work import claims
-from pipeline.work.engine import Worker
-from pipeline.work.stop import Stop
+from pipeline.data.cache import arrow, audit, garbage, index, keys, layout, scan_table, scratch
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.encodings import Encoding, records_schema
+from pipeline.data.cache.keys import binary
+from pipeline.data.cache.layout import Paths
+from pipeline.data.cache.shard import to_ipc
+from pipeline.data.cache.snapshot_lists import publish
+from pipeline.data.cache.status import status
+from pipeline.data.encoding import estimate, last_scan, scan_rows, unit_records
+from pipeline.data.encoding import plan as planning
+from pipeline.data.encoding import scan as scanning
+from pipeline.data.images import buckets
+from pipeline.data.loader import planner
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
+from pipeline.data.snapshots import assemble, frames
+from pipeline.data.sources import remote
+from pipeline.data.sources.caption_columns import CaptionRule
+from pipeline.data.sources.caption_rules import instruction
+from pipeline.data.sources.filesystem import LocalFilesystem
+from pipeline.data.sources.folder import FolderSource
+from pipeline.data.sources.source import ListedItems, Part
+from pipeline.data.sources.tars import TarSource
+from pipeline.data.work import claims
+from pipeline.data.work.engine import Worker
+from pipeline.data.work.stop import Stop
 from stages import bucket, encode
 
 PER_TAR = 10_000
@@ -75,8 +73,8 @@ PER_UNIT = 0
 """Records of a unit; 0: as the configuration says."""
 READ_S = 0.005
 BUFFERS = (
-    *((module, "ROWS") for module in (arrow, scan_rows, join)),
-    *((module, "CHUNK_ROWS") for module in (join, snapshots)),
+    *((module, "ROWS") for module in (arrow, scan_rows, frames)),
+    (assemble, "CHUNK_ROWS"),
     (keys, "BATCH"),
     (index, "BATCH"),
     (scratch, "LIMIT"),
@@ -122,13 +120,13 @@ def configuration(folder: Path, *options: str) -> Config:
     return load(None, [f"cache={folder / 'cache'}", *options])
 
 
-def recipes(config: Config) -> tuple[LatentRecipe, TextRecipe]:
+def encodings(config: Config) -> tuple[LatentEncoding, TextEncoding]:
     values: dict[str, Any] = {"weights": "scale", "dtype": config.vae.dtype, "storage": config.encode.storage.latent}
-    latent = LatentRecipe(**values, background=config.data.background)
-    return latent, TextRecipe(
+    latent = LatentEncoding(**values, background=config.data.background)
+    return latent, TextEncoding(
         weights="scale",
         dtype=config.text.dtype,
-        normalisation="nvlabs" if config.text.recipe == "nvlabs" else "diffusers",
+        normalisation="nvlabs" if config.text.prompting == "nvlabs" else "diffusers",
         max_length=config.text.max_length,
         instruction=instruction(config.text),
         storage=config.encode.storage.text,
@@ -150,18 +148,18 @@ def build(folder: Path, count: int) -> None:
     table = buckets.table(config.data, latent.compression)
     planning.plan_images(cache, latent, planning.image_work(scan, SOURCE, latent, table), config.encode)
     planning.plan_captions(cache, text, planning.caption_work(scan, text), config.encode)
-    for recipe in (latent, text):
-        for plan in cache.plans(recipe.name):
-            _commit(cache, recipe, plan.number, [(unit.unit, unit.count) for unit in plan.units], plan.table)
+    for encoding in (latent, text):
+        for plan in cache.plans(encoding.name):
+            _commit(cache, encoding, plan.number, [(unit.unit, unit.count) for unit in plan.units], plan.table)
 
 
-def scanned(folder: Path, count: int) -> tuple[Cache, LatentRecipe, TextRecipe, pa.Table]:
+def scanned(folder: Path, count: int) -> tuple[Cache, LatentEncoding, TextEncoding, pa.Table]:
     """A cache in which the source is scanned, and the scan."""
     config = configuration(folder)
-    cache = Cache.of(config, create=True)
-    latent, text = recipes(config)
-    for recipe in (latent, text):
-        cache.add_recipe(recipe)
+    cache = Cache(config.cache, create=True)
+    latent, text = encodings(config)
+    for encoding in (latent, text):
+        cache.add_encoding(encoding)
     table = buckets.table(config.data, latent.compression)
     tars = source(folder, config, count)
     stamps = {part.name: part.stamp for part in tars.parts()}
@@ -170,7 +168,7 @@ def scanned(folder: Path, count: int) -> tuple[Cache, LatentRecipe, TextRecipe, 
         for at, (name, stamp) in enumerate(stamps.items())
     )
     scan = pa.concat_tables(scan.slice(at, 1 << 20).combine_chunks() for at in range(0, count, 1 << 20))
-    body = {"recipes": {"latent": latent.name, "text": text.name}, "buckets": [list(shape) for shape in table]}
+    body = {"encodings": {"latent": latent.name, "text": text.name}, "buckets": [list(shape) for shape in table]}
     rest = {"source": SOURCE, "root": tars.location, "table": cache.put_table(scan), "source_format": "webdataset"}
     cache.add_scan(SOURCE, body | rest)
     return cache, latent, text, scan
@@ -206,30 +204,30 @@ def scan_of(count: int, columns: dict[str, Any]) -> pa.Table:
     return pa.table(nulls | columns).cast(scan_table.SCAN)
 
 
-def _commit(cache: Cache, recipe: Recipe, plan: int, units: list[tuple[str, int]], table: str) -> None:
+def _commit(cache: Cache, encoding: Encoding, plan: int, units: list[tuple[str, int]], table: str) -> None:
     """The segment of a plan whose units are all made. units: (id, records)."""
     keys, counts = cache.table(table).column("key"), np.array([count for _, count in units])
     total, length = int(counts.sum()), 1 << 17
     within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
     fixed_columns = {"key": keys, "checksum": keys, "caption_checksum": keys, "offset": within * length}
     values = {"length": length, "channels": 32, "rows": 28, "width": 2304, "valid": 28, "caption_length": 60}
-    schema = records_schema(recipe.kind)
+    schema = records_schema(encoding.kind)
     columns = [fixed_columns.get(name, np.full(total, values.get(name, 32))) for name in schema.names]
-    digests = [layout.digest("shard", recipe.name, unit).hex() for unit, _ in units]
+    digests = [layout.digest("shard", encoding.name, unit).hex() for unit, _ in units]
     shard = pa.DictionaryArray.from_arrays(np.repeat(np.arange(len(units), dtype=np.int32), counts), digests)
     records = pa.table(columns, schema.names).cast(schema).append_column("shard", shard).combine_chunks()
     commits = []
     made_by = {**unit_records.provenance(), "model": "scale", "revision": "0" * 40}
     for digest, (unit, count) in zip(digests, units, strict=True):
-        path = cache.files.path(Paths.shard(recipe.name, digest))
+        path = cache.files.path(Paths.shard(encoding.name, digest))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         os.truncate(path, count * length)
         commits.append(index.Commit(unit, digest, count * length, count, digest, (), dict(made_by)))
-    body = {"recipe": recipe.name, "plan": plan, "records": total}
+    body = {"encoding": encoding.name, "plan": plan, "records": total}
     body["commits"] = publish(cache.files, index.Commits.table_of(commits)).values()
     name = cache.files.put_content(to_ipc(records), "tables", "arrow")
-    cache.files.put(Paths.segment(recipe.name, plan), layout.seal(body | {"table": name}))
+    cache.files.put(Paths.segment(encoding.name, plan), layout.seal(body | {"table": name}))
 
 
 # ---------------------------------------------------------------- commands
@@ -238,33 +236,33 @@ def _commit(cache: Cache, recipe: Recipe, plan: int, units: list[tuple[str, int]
 def scan_and_encode(folder: Path, count: int) -> None:
     """`encode` over an unchanged source."""
     config = configuration(folder)
-    cache = Cache.of(config)
-    latent, text = recipes(config)
+    cache = Cache(config.cache)
+    latent, text = encodings(config)
     worker = Worker(claims.Claims(cache.files), Stop())
     table = buckets.table(config.data, latent.compression)
     here = source(folder, config, count)
     run = encode.EncodeRun(
-        config, cache, text, worker, "local", {here.name: here}, here, Reading(config, None), [latent, text], table
+        config, cache, text, worker, "local", {here.name: here}, here, encode.reading_of(config), [latent, text], table
     )
     done = encode.encode_source(run, False)
-    if done["new"] != {"images": 0, "captions": 0} or done["items"] != count or done["gone"]:
+    if done["new"] != {"images": 0, "captions": 0} or done["items"] != count or done["missing"]:
         raise RuntimeError(f"there was something to do: {done}")
 
 
 def scan_alone(folder: Path, count: int) -> None:
     """The unchanged source's scan and its comparison with the last one."""
     config = configuration(folder)
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     tars = source(folder, config, count)
     scan = scanning.scan(tars, SOURCE, cache, max_pixels=1 << 30, workers=1, rehash=False, progress=lambda *_: None)
-    if scan.num_rows != count or last_scan.gone(cache, tars, scan, 0.0):
+    if scan.num_rows != count or last_scan.count_missing(cache, tars, scan, 0.0):
         raise RuntimeError("the source has changed")
 
 
 def list_folder(folder: Path, count: int) -> None:
     """The listing of a folder, as every process of a scan makes it."""
     pictures = Folder(folder, CaptionRule.column("text"), count)
-    pictures.scratch = Cache.of(configuration(folder)).files.scratch
+    pictures.scratch = Cache(configuration(folder).cache).files.scratch
     fragments = list(pictures.fragments(Part(""), scan_rows.RUN, ListedItems(pictures.scratch)))
     if sum(fragment.count or 0 for fragment in fragments) != count or pictures.ignored.total:
         raise RuntimeError("pictures or captions are missing")
@@ -285,7 +283,7 @@ def list_s3(folder: Path, count: int) -> None:
         try:
             files = remote.RemoteFilesystem(f"s3://{s3_listing.BUCKET}/{s3_listing.FOLDER}", 60.0)
             pictures = FolderSource(files, CaptionRule.column("text"))
-            pictures.scratch = Cache.of(configuration(folder)).files.scratch
+            pictures.scratch = Cache(configuration(folder).cache).files.scratch
             fragments = pictures.fragments(Part(""), scan_rows.RUN, ListedItems(pictures.scratch))
             seen = sum(len(fragment.look()) for fragment in fragments)
             if seen != count or pictures.ignored.total:
@@ -297,13 +295,13 @@ def list_s3(folder: Path, count: int) -> None:
 def dry_run(folder: Path, count: int) -> None:
     """What `encode --dry-run` does with an unchanged source of whose records none is in the cache, without a probe."""
     config = configuration(folder)
-    cache = Cache.of(config)
-    latent, text = recipes(config)
+    cache = Cache(config.cache)
+    latent, text = encodings(config)
     latent, text = dataclasses.replace(latent, weights="others"), dataclasses.replace(text, weights="others")
     tars = source(folder, config, count)
     scan = scanning.scan(tars, SOURCE, cache, max_pixels=1 << 30, workers=1, rehash=False, progress=lambda *_: None)
     work = estimate.wanted(scan, cache, [latent, text], buckets.table(config.data, latent.compression))
-    size = estimate.sizes(work, config, text, lambda captions: [len(caption) for caption in captions])
+    size = estimate.sizes(work, text, lambda captions: [len(caption) for caption in captions])
     if (work.images, work.captions) != (count, count) or not size.total:
         raise RuntimeError("pictures or captions are missing")
 
@@ -333,21 +331,21 @@ def command(name: str, folder: Path, count: int) -> None:
     elif name == "dry":
         dry_run(folder, count)
     elif name == "status":
-        told = status(Cache.of(config))["sources"][SOURCE]
+        told = status(Cache(config.cache))["sources"][SOURCE]
         if told["items"] != count:
             raise RuntimeError(f"status counts {told['items']} items")
     elif name == "gc":
-        if list(garbage.unneeded(Cache.of(config), older_than_s=-1.0)):
+        if list(garbage.unneeded(Cache(config.cache), older_than_s=-1.0)):
             raise RuntimeError("there is nothing to remove")
     elif name == "documents":
-        if found := next(audit.verify_documents(Cache.of(config)), None):
+        if found := next(audit.verify_documents(Cache(config.cache)), None):
             raise RuntimeError(f"a document is damaged: {found}")
     elif name == "open":
-        snapshot = Cache.of(config).open_snapshot()
+        snapshot = Cache(config.cache).open_snapshot()
         snapshot.check_shards()
         planner.Planner(snapshot, seed=0, phase=0).step(0)
     elif name == "index":
-        indexes = [Cache.of(config).index(recipe.name) for recipe in recipes(config)]
+        indexes = [Cache(config.cache).index(encoding.name) for encoding in encodings(config)]
         if [len(one) for one in indexes] != [count, count + 1]:
             raise RuntimeError("records are missing")
     else:

@@ -41,17 +41,18 @@ import pyarrow as pa
 import torch
 
 from benchmarks.report import finish, median, table
-from pipeline.cache import index, layout, shard
-from pipeline.cache.cache import Cache, Unit
-from pipeline.cache.recipes import Recipe
-from pipeline.cache.snapshot import Policies
-from pipeline.loader import randomness
-from pipeline.loader.loader import Loader, LoaderSettings
-from pipeline.processes import run_and_exit
-from pipeline.signals.control import ControlRecipe
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.snapshots.join import BucketTable, EncodedRecords, Joined, Resolution, assemble, join
+from pipeline.base.processes import run_and_exit
+from pipeline.data.cache import index, layout, shard
+from pipeline.data.cache.cache import Cache, Unit
+from pipeline.data.cache.encodings import Encoding
+from pipeline.data.cache.snapshot_head import Policies
+from pipeline.data.loader import randomness
+from pipeline.data.loader.loader import Loader, LoaderSettings
+from pipeline.data.signals.control import ControlEncoding
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
+from pipeline.data.snapshots.assemble import BucketTable, assemble
+from pipeline.data.snapshots.join import EncodedRecords, Joined, Resolution, join
 
 BUCKETS = [(1024, 1024), (1152, 896), (896, 1152), (1344, 768), (768, 1344)]
 BATCH = 32
@@ -67,21 +68,21 @@ def build(
     *,
     buckets: list[tuple[int, int]] = BUCKETS,
     batch: int = BATCH,
-    latent: LatentRecipe | None = None,
-    text: TextRecipe | None = None,
-    control: ControlRecipe | None = None,
+    latent: LatentEncoding | None = None,
+    text: TextEncoding | None = None,
+    control: ControlEncoding | None = None,
     tokens_each: int | None = None,
 ) -> Cache:
     """A cache and snapshot of `count` samples, through the real scan table, plans, shards and join. Values are bf16
-    between 1/8 and 1; recipes of Sana where none is given, and no control pictures. tokens_each: of every caption."""
-    from pipeline.cache.scan_table import SCAN
+    between 1/8 and 1; encodings of Sana where none is given, and no control pictures. tokens_each: of every caption."""
+    from pipeline.data.cache.scan_table import SCAN
 
     cache = Cache(root, create=True)
     rng = np.random.default_rng(0)
-    latent, text = latent or LatentRecipe(), text or TextRecipe()
-    recipes: list[Recipe] = [latent, *([] if control is None else [control]), text]
-    for recipe in recipes:
-        cache.add_recipe(recipe)
+    latent, text = latent or LatentEncoding(), text or TextEncoding()
+    encodings: list[Encoding] = [latent, *([] if control is None else [control]), text]
+    for encoding in encodings:
+        cache.add_encoding(encoding)
     tokens = np.clip(rng.lognormal(np.log(70), 0.55, count), 8, 300).astype(int)
     if tokens_each is not None:
         tokens[:] = tokens_each
@@ -99,18 +100,18 @@ def build(
         }
         for i in range(count)
     ]
-    for recipe in recipes:
+    for encoding in encodings:
         plan, table_rows = [], []
         for start in range(0, count, 256):
             unit = f"{start:032x}"
-            with shard.ShardWriter(cache.files, recipe, unit) as writer:
-                if recipe is text and start == 0:
+            with shard.ShardWriter(cache.files, encoding, unit) as writer:
+                if encoding is text and start == 0:
                     writer.add(text.null_key, _bits(rng, (300, text.width)), caption="", valid=1)
                 for i in range(start, min(start + 256, count)):
                     height, width = buckets[i % len(buckets)]
-                    if isinstance(recipe, LatentRecipe):
-                        values = _bits(rng, recipe.shape(height, width))
-                        writer.add(recipe.key(rows[i]["digest"], height, width), values)
+                    if isinstance(encoding, LatentEncoding):
+                        values = _bits(rng, encoding.shape(height, width))
+                        writer.add(encoding.key(rows[i]["digest"], height, width), values)
                     else:
                         key = text.key(f"caption {i}")
                         writer.add(key, _bits(rng, (int(tokens[i]), text.width)), caption=f"caption {i}")
@@ -118,11 +119,11 @@ def build(
             plan.append(index.commit_of(cache.files, unit, made))
             table_rows.extend(made[2].column("key").to_pylist())
         units = [Unit(commit.unit, 0, commit.records, 32) for commit in plan]
-        cache.add_plan(recipe.name, 0, units, pa.table({"key": pa.array(table_rows, pa.binary(16))}))
+        cache.add_plan(encoding.name, 0, units, pa.table({"key": pa.array(table_rows, pa.binary(16))}))
         for commit in plan:
-            index.publish_commit(cache.files, recipe.name, 0, commit)
+            index.publish_commit(cache.files, encoding.name, 0, commit)
     joined = Joined()
-    records = EncodedRecords(recipes, {one.kind: cache.index(one.name) for one in recipes})
+    records = EncodedRecords(encodings, {one.kind: cache.index(one.name) for one in encodings})
     join(joined, "synthetic", pa.Table.from_pylist(rows, schema=SCAN), records, Resolution(buckets))
     table = BucketTable(buckets, [batch] * len(buckets))
     assembled = assemble(joined, joined.frame(), records, table, Policies("carry", pad_text_multiple=1), {})
@@ -138,7 +139,7 @@ def samples(cache: Cache) -> Iterator[dict[str, np.ndarray]]:
     """Every sample of the snapshot, in its order: what the other formats are written from."""
     opened = cache.open_snapshot()
     latents, texts = (
-        shard.ShardReader(cache.files, r.name) for r in (opened.recipe(LatentRecipe), opened.recipe(TextRecipe))
+        shard.ShardReader(cache.files, r.name) for r in (opened.encoding(LatentEncoding), opened.encoding(TextEncoding))
     )
     for row in range(len(opened)):
         sample = opened.sample(row)

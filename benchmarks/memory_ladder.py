@@ -28,19 +28,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.report import finish, median, reset_peak, resident, table
-from pipeline.config import TrainConfig
-from pipeline.launch import detect
-from pipeline.loader.loader import Batch
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel import data_parallel
-from pipeline.parallel.mesh import open_mesh
-from pipeline.parallel.parallelize import ParallelModel, parallelize
-from pipeline.processes import run_and_exit
-from pipeline.training import optimizers
-from pipeline.training.optimizers import in_backward
-from pipeline.training.recipes.flow import Flow
-from pipeline.training.step import TrainStep
+from pipeline.base.launch import detect
+from pipeline.base.processes import run_and_exit
+from pipeline.data.loader.loader import Batch
+from pipeline.train.config import TrainConfig
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import SanaConfig
+from pipeline.train.parallel import data_parallel
+from pipeline.train.parallel.mesh import open_mesh
+from pipeline.train.parallel.parallelize import ParallelModel, parallelize
+from pipeline.train.training import optimizers
+from pipeline.train.training.objectives.flow import Flow
+from pipeline.train.training.optimizers import in_backward
+from pipeline.train.training.step import TrainStep
 
 PROCESSES = 4
 RUNGS: dict[str, dict[str, Any]] = {

@@ -27,15 +27,16 @@ import torch.distributed as dist
 
 from benchmarks.real_step import RealStep
 from benchmarks.report import finish, reset_peak, resident, table
-from pipeline.config import TrainConfig, load
-from pipeline.gpus import card, memory_of
-from pipeline.launch import detect
-from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel.mesh import Layout, check_sizes, open_mesh
-from pipeline.planning.predict import Data, Machine, architecture
-from pipeline.planning.search import Search
-from pipeline.planning.trace import Shape, Traced
-from pipeline.processes import run_and_exit
+from pipeline.base.gpus import card, memory_of
+from pipeline.base.launch import detect
+from pipeline.base.processes import run_and_exit
+from pipeline.config import load
+from pipeline.tools.planning.predict import Data, Machine, architecture
+from pipeline.tools.planning.search import Search
+from pipeline.tools.planning.trace import Shape, Traced
+from pipeline.train.config import TrainConfig
+from pipeline.train.models.sana_config import SanaConfig
+from pipeline.train.parallel.mesh import Layout, check_sizes, open_mesh
 
 CPU = torch.device("cpu")
 CAME = {"name": "came", "betas": None, "eps": None}

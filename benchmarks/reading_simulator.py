@@ -21,19 +21,21 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.cache.disk import Handle
-from pipeline.cache.files import Files
-from pipeline.cache.shard import BLOCK, ShardReader, npy_header
-from pipeline.cache.snapshot import Bucket, Columns, Head, PackedOrder, Policies, Snapshot, TextPlace
-from pipeline.encoding import estimate, plan
-from pipeline.errors import CacheError
-from pipeline.loader.loader import Loader, LoaderSettings
-from pipeline.loader.planner import BatchPlan, Planner
-from pipeline.loader.schedule import permute
-from pipeline.loader.shard_prefetch import THREADS, FetchQueue
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.snapshots import packing
+from pipeline.base.disk import Handle
+from pipeline.base.errors import CacheError
+from pipeline.data.cache.files import Files
+from pipeline.data.cache.shard import BLOCK, ShardReader, npy_header
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.data.cache.snapshot_head import Bucket, Head, PackedOrder, Policies, TextPlace
+from pipeline.data.cache.snapshot_samples import Columns
+from pipeline.data.encoding import estimate, plan
+from pipeline.data.loader.loader import Loader, LoaderSettings
+from pipeline.data.loader.planner import BatchPlan, Planner
+from pipeline.data.loader.schedule import permute
+from pipeline.data.loader.shard_prefetch import THREADS, FetchQueue
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
+from pipeline.data.snapshots import packing
 
 CAPTION_BYTES = 400
 """Of a caption as written. Assumption, that of `benchmarks.storage`."""
@@ -68,7 +70,7 @@ class Store:
     hash_s_gb: float = 0.11
 
     def fetch_s(self, size: int, streams: int) -> float:
-        """Seconds to fetch a shard: a request for its size, then one transfer, beside others of the same node."""
+        """Seconds to fetch a shard: a request for its size, then one transfer, alongside others of the same node."""
         return REQUESTS * self.request_s + size / 1e9 / min(self.stream_gbs, self.node_gbs / streams)
 
 
@@ -108,7 +110,7 @@ class NodeCounts:
 
 
 class MirrorModel:
-    """`pipeline.cache.mirror.Mirror` without files: at the limit, the copies opened longest ago are removed.
+    """`cache.mirror.Mirror` without files: at the limit, the copies opened longest ago are removed.
 
     Args:
         limit: bytes of all copies.
@@ -204,7 +206,7 @@ class CountedSnapshot(Snapshot):
         files.shard_sizes = self.shard_files()
 
     def reader(self, kind: str, **options: Any) -> ShardReader:
-        return CountingReader(self.files, self.head.recipes_by_kind[kind].name, folder=self.head.folder, **options)
+        return CountingReader(self.files, self.head.encodings_by_kind[kind].name, folder=self.head.folder, **options)
 
 
 # ---------------------------------------------------------------- a snapshot of any size
@@ -222,8 +224,8 @@ class Imagined:
 
     pairs: int
     batches: dict[tuple[int, int], int]
-    latent: LatentRecipe
-    text: TextRecipe
+    latent: LatentEncoding
+    text: TextEncoding
     blocks: tuple[int, ...] = ()
     window: int = packing.WINDOW
 
@@ -242,7 +244,7 @@ class Imagined:
         )
         rows = self.text.max_length
         return Head(
-            recipes={"latent": self.latent.values(), "text": self.text.values()},
+            encodings={"latent": self.latent.values(), "text": self.text.values()},
             policies=Policies("carry", 16, packed=PackedOrder(self.window) if self.blocks else None),
             buckets=buckets,
             shards={},
@@ -441,7 +443,7 @@ def simulate(
         settings: of a process (`rank`, `prefetch` and `verify` do not matter); its `prefetch_mib` limits how far
             reading is ahead of training, its `threads` read.
         steps: how many are counted, after the first `skip`.
-        step_s: seconds of an optimizer step, as predicted by `pipeline.planning.cost`.
+        step_s: seconds of an optimizer step, as predicted by `planning.cost`.
     """
     node = _Node(snapshot, settings, ranks, step_s)
     counts, before = snapshot.files.mirror.counts, NodeCounts()

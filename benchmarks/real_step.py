@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeline.config import TrainConfig
-from pipeline.loader.loader import Batch
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig, numerics
-from pipeline.parallel.parallelize import parallelize
-from pipeline.parallel.shards import local
-from pipeline.planning.trace import Shape
-from pipeline.training import optimizers
-from pipeline.training.ema import EMA
-from pipeline.training.optimizers import in_backward
-from pipeline.training.recipes.flow import Flow
-from pipeline.training.step import TrainStep
+from pipeline.data.loader.loader import Batch
+from pipeline.tools.planning.trace import Shape
+from pipeline.train.config import TrainConfig
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import SanaConfig, numerics
+from pipeline.train.parallel.parallelize import parallelize
+from pipeline.train.parallel.shards import local
+from pipeline.train.training import optimizers
+from pipeline.train.training.ema import EMA
+from pipeline.train.training.objectives.flow import Flow
+from pipeline.train.training.optimizers import in_backward
+from pipeline.train.training.step import TrainStep
 
 
 class RealStep:
@@ -34,7 +34,9 @@ class RealStep:
         with torch.no_grad():
             for parameter in self.model.module.parameters():
                 local(parameter).fill_(1e-3)
-        self.optimizer = optimizers.build(self.model.module, train.optim, device, seed=train.seed, recipe=train.recipe)
+        self.optimizer = optimizers.build(
+            self.model.module, train.optim, device, seed=train.seed, numerics=train.numerics
+        )
         self.ema = EMA(self.model.module, train.ema) if train.ema is not None else None
         if train.optim.in_backward:
             in_backward.fuse(self.optimizer, self.model)

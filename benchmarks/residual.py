@@ -2,8 +2,8 @@
 
 A few blocks of Sana 1.6B's width on the CPU, fp32 parameters, sharded as in training, so that matrix products are in
 bf16. Loss and gradient of the same batches are compared with those in fp32. Two starts: the weights of a new model, and
-the same with a patch embedding ten times as large, so that what a block adds is small beside the tokens, as it is deep
-in a trained model. Memory: a block's saved bytes at 1024 px, counted on fake tensors
+the same with a patch embedding ten times as large, so that what a block adds is small compared with the tokens, as it
+is deep in a trained model. Memory: a block's saved bytes at 1024 px, counted on fake tensors
 (`benchmarks.memory`).
 """
 
@@ -17,18 +17,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.memory import count, fake_model, shape, technique
 from benchmarks.report import finish, table
-from pipeline.config import FlowConfig, TrainConfig
-from pipeline.launch import Launch
-from pipeline.models import sana_config
-from pipeline.models.objective import FlowMatching
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import Numerics, numerics
-from pipeline.parallel.mesh import open_mesh
-from pipeline.parallel.microbatch import Microbatch
-from pipeline.parallel.parallelize import parallelize
-from pipeline.processes import run_and_exit
-from pipeline.training.recipes import StepLoss
-from pipeline.training.recipes.flow import Flow
+from pipeline.base.launch import Launch
+from pipeline.base.processes import run_and_exit
+from pipeline.train.config import TrainConfig
+from pipeline.train.models import sana_config
+from pipeline.train.models.config import FlowConfig
+from pipeline.train.models.flow_matching import FlowMatching
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import numerics
+from pipeline.train.models.sana_shape import Numerics
+from pipeline.train.parallel.mesh import open_mesh
+from pipeline.train.parallel.microbatch import Microbatch
+from pipeline.train.parallel.parallelize import parallelize
+from pipeline.train.training.objectives import StepLoss
+from pipeline.train.training.objectives.flow import Flow
 
 CPU = torch.device("cpu")
 SCALES = {"new weights": 1.0, "tokens x 10": 10.0}
@@ -43,8 +45,8 @@ def gradients(layers: int, scale: float, name: str, samples: int, side: int) -> 
     generator = torch.Generator().manual_seed(0)
     latents, noise = (torch.randn(samples, 32, side, side, generator=generator) for _ in range(2))
     captions, mask = torch.randn(samples, 24, 2304, generator=generator), torch.ones(samples, 24, dtype=torch.bool)
-    objective = FlowMatching(FlowConfig())
-    sigma, timesteps = objective.sigmas(torch.randn(samples, generator=generator))
+    flow = FlowMatching(FlowConfig())
+    sigma, timesteps = flow.sigmas(torch.randn(samples, generator=generator))
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     with open_mesh(Launch(), train.parallel, CPU) as mesh:
         model = SanaTransformer.from_scratch(shape(layers), 0, numerics=numerics(train))
@@ -52,9 +54,9 @@ def gradients(layers: int, scale: float, name: str, samples: int, side: int) -> 
             model.patch_embed.proj.weight.mul_(scale)
             model.caption_norm.weight.fill_(1.0)
         parallel = parallelize(model, mesh, train)
-        noised = objective.noised(latents, noise, sigma).to(dtype)
+        noised = flow.noised(latents, noise, sigma).to(dtype)
         inputs = {"latents": noised, "captions": captions.to(dtype), "mask": mask, "timesteps": timesteps}
-        microbatch = Microbatch(inputs, {"flow": objective.target(latents, noise)})
+        microbatch = Microbatch(inputs, {"flow": flow.target(latents, noise)})
         (losses,) = parallel.forward_backward([microbatch], StepLoss(Flow(FlowConfig())), samples)
         whole = {}
         for key, parameter in parallel.module.named_parameters():

@@ -26,16 +26,16 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.report import finish, table
-from pipeline.cache import index, layout, shard
-from pipeline.cache.cache import Cache, Unit, WorkPlan
-from pipeline.cache.recipes import Recipe
-from pipeline.config import MirrorConfig
-from pipeline.processes import run_and_exit
-from pipeline.signals.latent import LatentRecipe
-from pipeline.work.claims import Claims
-from pipeline.work.engine import Worker, make_units, missing_units
-from pipeline.work.progress import Progress
-from pipeline.work.stop import Stop
+from pipeline.base.processes import run_and_exit
+from pipeline.data.cache import index, layout, shard
+from pipeline.data.cache.cache import Cache, Unit, WorkList
+from pipeline.data.cache.config import MirrorConfig
+from pipeline.data.cache.encodings import Encoding
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.work.claims import Claims
+from pipeline.data.work.engine import Worker, make_units, missing_units
+from pipeline.data.work.progress import Progress
+from pipeline.data.work.stop import Stop
 
 BUCKET, FOLDER, PAGE = "bucket", "pictures", 1000
 _ENTRY = (
@@ -119,34 +119,34 @@ def counting_server() -> Iterator[Counter[tuple[str, str]]]:
 class Maker:
     """Commits units with a shard of two small records."""
 
-    def __init__(self, cache: Cache, recipe: Recipe):
-        self.cache, self.recipe = cache, recipe
+    def __init__(self, cache: Cache, encoding: Encoding):
+        self.cache, self.encoding = cache, encoding
 
-    def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
-        with shard.ShardWriter(self.cache.files, self.recipe, unit.unit) as writer:
+    def make(self, plan: WorkList, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+        with shard.ShardWriter(self.cache.files, self.encoding, unit.unit) as writer:
             for number in range(2):
                 writer.add(layout.digest(unit.unit, str(number)), np.full((2, 8, 8), number, np.uint16))
             commit = index.commit_of(self.cache.files, unit.unit, writer.finish())
-        index.publish_commit(self.cache.files, plan.recipe, plan.number, commit)
+        index.publish_commit(self.cache.files, plan.encoding, plan.number, commit)
         return commit
 
 
 def unit_requests(few: int = 10, many: int = 26) -> dict[tuple[str, str], float]:
     """Requests of one unit by operation and folder: of a plan of many units against one of few, which one process
     claims, makes and commits."""
-    recipe, seen = LatentRecipe(weights="w", compression=8, channels=2), []
+    encoding, seen = LatentEncoding(weights="w", compression=8, channels=2), []
     bucket = f"requests-{uuid4().hex}"
     with counting_server() as requests, tempfile.TemporaryDirectory() as folder:
         fsspec.filesystem("s3").mkdir(bucket)
         for count in (few, many):
             cache = Cache(f"s3://{bucket}/{count}", create=True, mirror=MirrorConfig(path=folder))
-            cache.add_recipe(recipe)
+            cache.add_encoding(encoding)
             units = [Unit(layout.digest(str(number)).hex(), 2 * number, 2, 2) for number in range(count)]
-            cache.add_plan(recipe.name, 0, units, pa.table({"n": range(2 * count)}))
-            todo = missing_units(cache, cache.plans(recipe.name))
+            cache.add_plan(encoding.name, 0, units, pa.table({"n": range(2 * count)}))
+            todo = missing_units(cache, cache.plans(encoding.name))
             requests.clear()
             worker = Worker(Claims(cache.files, 60), Stop(0))
-            make_units(Maker(cache, recipe), todo, worker, Progress("units", 0))
+            make_units(Maker(cache, encoding), todo, worker, Progress("units", 0))
             seen.append(dict(requests))
     return {kind: (number - seen[0].get(kind, 0)) / (many - few) for kind, number in sorted(seen[1].items())}
 

@@ -1,6 +1,6 @@
 """Runs of 10^6, 10^8 and 10^9 pairs on 1 to 512 GPUs: storage, requests, hours, checkpoints, traffic, and what stops.
 
-The tables of docs/scale.md; `--page docs/scale.md` writes them there. The model is `benchmarks.scale_model`, its
+The tables of docs/measurements.md; `--page FILE` writes them there. The model is `benchmarks.scale_model`, its
 constants and those of `benchmarks.reading_simulator` stand at the top with their sources. Reading is simulated
 with the real schedule, planner and loader for the 8 processes of one node and some steps of the first epoch. All nodes
 read about alike, as the plans of all ranks show, so the sums for 64 nodes and an epoch are multiplied up. `--quick`
@@ -24,11 +24,11 @@ from benchmarks import scale_model as scale
 from benchmarks.reading_simulator import ImaginedSnapshot, MirrorModel
 from benchmarks.report import finish, resident
 from benchmarks.scale_model import Reading, Training
-from pipeline.amounts import duration
-from pipeline.cache.codec import INT8, LOSSLESS
-from pipeline.loader import randomness
-from pipeline.loader.planner import Planner
-from pipeline.processes import run_and_exit
+from pipeline.base.amounts import duration
+from pipeline.base.processes import run_and_exit
+from pipeline.data.cache.codec import INT8, LOSSLESS
+from pipeline.data.loader import randomness
+from pipeline.data.loader.planner import Planner
 
 PAIRS = (10**6, 10**8, 10**9)
 GPUS = (1, 8, 64, 512)
@@ -323,7 +323,7 @@ def limits_table() -> Table:
                 "the VAE in fp32",
                 f"{number(cache.hours)} GPU-hours, {number(epochs)} epochs of training",
                 "10^8 pairs",
-                "vae.dtype: tf32 or bf16, another recipe with another error",
+                "vae.dtype: tf32 or bf16, another encoding with another error",
             ),
         ],
     )

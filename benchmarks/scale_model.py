@@ -2,8 +2,8 @@
 
 What: `cache_of` gives the bytes and objects of a cache and what encoding costs, `training` the speed, traffic and
 checkpoints of a launch, `reading` what its nodes ask of the object store, by `benchmarks.reading_simulator`.
-Bytes, times and shards are computed elsewhere: bytes and encoding hours by `pipeline.encoding.estimate` on a few
-thousand typical items, training hours by `pipeline.planning.cost`.
+Bytes, times and shards are computed elsewhere: bytes and encoding hours by `encoding.estimate` on a few
+thousand typical items, training hours by `planning.cost`.
 Price: every figure inherits the assumptions of those, and the constants below.
 """
 
@@ -26,19 +26,19 @@ from benchmarks.reading_simulator import (
     nodes,
     simulate,
 )
-from pipeline.cache import codec
-from pipeline.cache.snapshot import CHUNK_ROWS
+from pipeline.base.gpus import card
 from pipeline.config import Config, load
-from pipeline.encoding import estimate, plan
-from pipeline.gpus import card
-from pipeline.loader.loader import LoaderSettings
-from pipeline.parallel.mesh import Layout
-from pipeline.planning.cost import LINK, REACHED, Time
-from pipeline.planning.predict import Data, Machine, Prediction, architecture, checkpoint_bytes, predict
-from pipeline.planning.recorder import MATMUL
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.training.inputs import PREFETCH_MIB, THREADS
+from pipeline.data.cache import codec
+from pipeline.data.cache.snapshot_samples import CHUNK_ROWS
+from pipeline.data.encoding import estimate, plan
+from pipeline.data.loader.loader import LoaderSettings
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
+from pipeline.tools.planning.cost import LINK, REACHED, Time
+from pipeline.tools.planning.predict import Data, Machine, Prediction, architecture, checkpoint_bytes, predict
+from pipeline.tools.planning.recorder import MATMUL
+from pipeline.train.parallel.mesh import Layout
+from pipeline.train.training.inputs import PREFETCH_MIB, THREADS
 
 CONFIGURATION = "sana_1600m_1024"
 CARD = "h100"
@@ -52,7 +52,7 @@ MIRROR_GIB = 1024
 """`mirror.gib`: local disk of a node. Assumption."""
 VAE_FLOPS = 5.1796e12
 """Operations to encode a picture of 1024 x 1024 with DC-AE f32c32. Counted by torch on the module of diffusers
-(`tests/test_scale.py`)."""
+(`tests/data/test_scale.py`)."""
 TEXT_FLOPS = 4.066e9
 """Operations of Gemma-2-2b per position, at 80 positions. Counted as above."""
 INSTRUCTION, POSITIONS = 234, 300
@@ -120,8 +120,8 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
     """The cache of `pairs` pictures at 1024 px, each with one caption, equally many in each bucket."""
     config = configured(8)
     latent, text = (
-        LatentRecipe(weights="scale", storage=storage),
-        TextRecipe(weights="scale", storage=storage),
+        LatentEncoding(weights="scale", storage=storage),
+        TextEncoding(weights="scale", storage=storage),
     )
     shapes = list(data_of(config).buckets)
     rows = [int(n) for n in caption_rows()]
@@ -134,7 +134,7 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
         sample=captions[:: math.ceil(len(captions) / estimate.SAMPLE)],
         null=False,
     )
-    size = estimate.sizes(work, config, text, lambda texts: [int(text) for text in texts])
+    size = estimate.sizes(work, text, lambda texts: [int(text) for text in texts])
     scale = pairs / work.images
     units = [plan.unit_images(latent, shape) for shape in shapes]
     made = scale * (sum(SAMPLE / unit for unit in units) + len(captions) / plan.UNIT_CAPTIONS)
@@ -153,7 +153,7 @@ def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:
     )
 
 
-def _speed(latent: LatentRecipe, config: Config) -> estimate.Speed:
+def _speed(latent: LatentEncoding, config: Config) -> estimate.Speed:
     """Of the encoders on one GPU, from operations and the card's peak."""
     chosen, reached = card(CARD), REACHED[MATMUL]
     peak = chosen.fp32_tflops if config.vae.dtype == "fp32" else chosen.bf16_tflops
@@ -163,11 +163,12 @@ def _speed(latent: LatentRecipe, config: Config) -> estimate.Speed:
 
 
 def _encode_hours(
-    latent: LatentRecipe, work: estimate.Wanted, size: estimate.Sizes, config: Config, positions: int | None
+    latent: LatentEncoding, work: estimate.Wanted, size: estimate.Sizes, config: Config, positions: int | None
 ) -> float:
     """GPU-hours. positions: that the text encoder computes for each caption; None: its rows."""
     tokens = size.tokens if positions is None else positions * work.captions
-    hours = estimate.times(work, replace(size, tokens=tokens), _speed(latent, config), config, 1)["device_hours"]
+    size, workers = replace(size, tokens=tokens), config.encode.workers
+    hours = estimate.times(work, size, _speed(latent, config), workers, 1)["device_hours"]
     assert hours is not None
     return float(hours)
 
@@ -284,7 +285,7 @@ FIRST = 1000
 def imagined(pairs: int, gpus: int, mib: int | None, window: int) -> Imagined:
     """A snapshot of so many pairs in the buckets and batches of a launch. mib: of packed shards; None: not packed."""
     batches = dict(data_of(configured(gpus)).buckets)
-    latent, text = LatentRecipe(weights="scale"), TextRecipe(weights="scale")
+    latent, text = LatentEncoding(weights="scale"), TextEncoding(weights="scale")
     content = Imagined(pairs, batches, latent, text, window=window)
     return content if mib is None else content.packed(mib)
 

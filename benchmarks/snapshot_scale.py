@@ -27,13 +27,16 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.report import finish, table
-from pipeline.cache import codec, layout, shard, snapshot, snapshot_lists
-from pipeline.cache.cache import Cache
-from pipeline.loader.loader import Loader, LoaderSettings
-from pipeline.loader.schedule import Schedule
-from pipeline.processes import run_and_exit
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
+from pipeline.base.processes import run_and_exit
+from pipeline.data.cache import codec, layout, shard, snapshot_lists
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.data.cache.snapshot_head import Bucket, Head, Policies, TextPlace
+from pipeline.data.cache.snapshot_samples import CHUNK_ROWS, NAMES, WRITTEN, samples_schema, write_chunk
+from pipeline.data.loader.loader import Loader, LoaderSettings
+from pipeline.data.loader.schedule import Schedule
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 
 BUCKETS = [(256, 256), (288, 224), (224, 288), (320, 192), (192, 320)]
 BATCH, RECORDS, STEPS = 32, 40, 200
@@ -43,37 +46,37 @@ def build(root: Path, count: int) -> None:
     """A snapshot of `count` samples over a few real records."""
     cache = Cache(root, create=True)
     rng = np.random.default_rng(0)
-    latent, text = LatentRecipe(weights="scale"), TextRecipe(weights="scale", width=256)
-    for recipe in (latent, text):
-        cache.add_recipe(recipe)
+    latent, text = LatentEncoding(weights="scale"), TextEncoding(weights="scale", width=256)
+    for encoding in (latent, text):
+        cache.add_encoding(encoding)
     tables, shards = {}, {}
-    for recipe in (latent, text):
-        with shard.ShardWriter(cache.files, recipe, "unit") as writer:
+    for encoding in (latent, text):
+        with shard.ShardWriter(cache.files, encoding, "unit") as writer:
             for i in range(RECORDS * len(BUCKETS)):
                 height, width = BUCKETS[i // RECORDS]
-                shape = (32, height // 32, width // 32) if recipe is latent else (8 + i, 256)
-                writer.add(layout.digest(recipe.name, str(i)), rng.integers(0, 0x7F80, shape, np.uint16), caption="x")
-            if recipe is text:
+                shape = (32, height // 32, width // 32) if encoding is latent else (8 + i, 256)
+                writer.add(layout.digest(encoding.name, str(i)), rng.integers(0, 0x7F80, shape, np.uint16), caption="x")
+            if encoding is text:
                 writer.add(text.null_key, np.zeros((300, 256), np.uint16), caption="", valid=1)
-            name, size, tables[recipe.kind] = writer.finish()
-        shards[recipe.kind] = snapshot_lists.ShardTable.of([name], [size])
+            name, size, tables[encoding.kind] = writer.finish()
+        shards[encoding.kind] = snapshot_lists.ShardTable.of([name], [size])
     null = tables["text"].to_pylist()[-1]
     chunks, buckets, start = [], [], 0
     for height, width in BUCKETS:
         own = count // len(BUCKETS)
-        buckets.append(snapshot.Bucket(height, width, own, BATCH))
+        buckets.append(Bucket(height, width, own, BATCH))
         start += own
-    for first in range(0, start, snapshot.CHUNK_ROWS):
-        rows = np.arange(first, min(first + snapshot.CHUNK_ROWS, start))
+    for first in range(0, start, CHUNK_ROWS):
+        rows = np.arange(first, min(first + CHUNK_ROWS, start))
         record = rows // (count // len(BUCKETS)) * RECORDS + rows % RECORDS
-        samples, names = _rows(rows, record, tables, snapshot.samples_schema([latent, text]))
-        chunks.append(snapshot.write_chunk(cache.files, samples, names))
-    head = snapshot.Head(
-        recipes={"latent": latent.values(), "text": text.values()},
-        policies=snapshot.Policies("carry", pad_text_multiple=16),
+        samples, names = _rows(rows, record, tables, samples_schema([latent, text]))
+        chunks.append(write_chunk(cache.files, samples, names))
+    head = Head(
+        encodings={"latent": latent.values(), "text": text.values()},
+        policies=Policies("carry", pad_text_multiple=16),
         buckets=tuple(buckets),
         shards=shards,
-        null=snapshot.TextPlace(
+        null=TextPlace(
             shards["text"][0],
             null["offset"],
             rows=300,
@@ -112,11 +115,11 @@ def _rows(
     )
     written = pa.StructArray.from_arrays(
         [column(text, "caption_offset"), column(text, "caption_length"), column(text, "caption_checksum")],
-        fields=list(snapshot.WRITTEN),
+        fields=list(WRITTEN),
     )
     source = pa.array(["synthetic"]).take(pa.array(np.zeros(len(rows), np.int64)))
     names = pa.table(
-        [identity, source, identity.cast(pa.string()), pa.ListArray.from_arrays(lists, written)], schema=snapshot.NAMES
+        [identity, source, identity.cast(pa.string()), pa.ListArray.from_arrays(lists, written)], schema=NAMES
     )
     return samples, names
 
@@ -171,7 +174,7 @@ SHARDS = 300_000
 
 def build_lists(root: Path) -> str:
     """The id of a snapshot of `SHARDS` shards, which do not exist."""
-    build(root, snapshot.CHUNK_ROWS)
+    build(root, CHUNK_ROWS)
     cache = Cache(root)
     opened = cache.open_snapshot().head
     half = SHARDS // 2
@@ -187,9 +190,9 @@ def build_lists(root: Path) -> str:
 
 def measure_lists(root: Path, snapshot_id: str) -> dict[str, float]:
     files = Cache(root).files
-    snapshot.Snapshot(files, snapshot_id).sample(7)  # imports what it needs
+    Snapshot(files, snapshot_id).sample(7)  # imports what it needs
     before, began = memory()[0], time.perf_counter()
-    opened = snapshot.Snapshot(files, snapshot_id)
+    opened = Snapshot(files, snapshot_id)
     opened.shard_sizes().max()
     _ = opened.shards["text"][SHARDS // 2 - 1], opened.shards["latent"][0]
     taken, own = time.perf_counter() - began, memory()[0] - before

@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.report import finish, table
-from pipeline.cache import codec, shard
-from pipeline.cache.cache import Cache
-from pipeline.cache.recipes import Recipe, recipe_class
-from pipeline.processes import run_and_exit
+from pipeline.base.processes import run_and_exit
+from pipeline.data.cache import codec, shard
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.encodings import Encoding, encoding_class
 
 TOKENS, WIDTH, PADDED = 82, 2304, 2 * (300 * 2304 + 32 * 32 * 32)
 SHAPES = {"latent": (32, 32, 32), "text": (TOKENS, WIDTH)}
@@ -39,15 +39,17 @@ def values(count: int) -> dict[str, list[np.ndarray]]:
     }
 
 
-def write(cache: Cache, recipe: Recipe, arrays: list[np.ndarray], measured: Any = None) -> tuple[str, int, pa.Table]:
-    with shard.ShardWriter(cache.files, recipe, "unit", measured) as writer:
+def write(
+    cache: Cache, encoding: Encoding, arrays: list[np.ndarray], measured: Any = None
+) -> tuple[str, int, pa.Table]:
+    with shard.ShardWriter(cache.files, encoding, "unit", measured) as writer:
         for i, bits in enumerate(arrays):
-            writer.add(i.to_bytes(16, "big"), bits, caption="x" * 400 if recipe.kind == "text" else None)
+            writer.add(i.to_bytes(16, "big"), bits, caption="x" * 400 if encoding.kind == "text" else None)
         return writer.finish()
 
 
-def read(cache: Cache, recipe: Recipe, name: str, records: pa.Table, into: np.ndarray) -> None:
-    reader = shard.ShardReader(cache.files, recipe.name)
+def read(cache: Cache, encoding: Encoding, name: str, records: pa.Table, into: np.ndarray) -> None:
+    reader = shard.ShardReader(cache.files, encoding.name)
     for row in records.to_pylist():
         reader.read(name, row["offset"], row["key"], row["checksum"], into, row["length"])
 
@@ -67,21 +69,21 @@ def main() -> None:
             for storage in codec.STORAGES:
                 spent = {"write": 0.0, "read": 0.0}
                 for kind, shape in SHAPES.items():
-                    recipe = recipe_class(kind)(storage=storage)
-                    cache.add_recipe(recipe)
+                    encoding = encoding_class(kind)(storage=storage)
+                    cache.add_encoding(encoding)
                     start = time.process_time()
-                    name, size, records = write(cache, recipe, arrays[kind])
+                    name, size, records = write(cache, encoding, arrays[kind])
                     spent["write"] += time.process_time() - start
                     sizes[storage, kind] = size / count
                     into = np.empty(shape, np.uint16)
                     start = time.process_time()
-                    read(cache, recipe, name, records, into)
+                    read(cache, encoding, name, records, into)
                     spent["read"] += time.process_time() - start
                 for way, took in spent.items():
                     seconds[way, storage].append(took)
         cache = Cache(f"{folder}/{rounds - 1}")
         for (storage, kind), one in measured.items():
-            write(cache, recipe_class(kind)(storage=storage), arrays[kind][:16], one)
+            write(cache, encoding_class(kind)(storage=storage), arrays[kind][:16], one)
     gigabytes = sum(a.nbytes for kind in arrays.values() for a in kind) / 1e9
     rows: list[list[Any]] = [["padded to 300 rows, bf16", PADDED, 1.0, "", "", "", ""]]
     for storage in codec.STORAGES:

@@ -5,7 +5,7 @@ One block of Sana in bf16 with fp32 tokens between the blocks, forward and backw
 Narrower than Sana 1.6B (256 for 2240), with tokens in proportion to its weights as at 1024 px and a microbatch of 8.
 The real code runs on the CPU. Eager operations are seen by a TorchDispatchMode: inputs and outputs count, views and
 empty memory do not. Compiled code is counted in inductor's schedule for a GPU (its Triton rules): the bytes that each
-node reads and writes, and each node, fused or another kernel's call, as a launch. Operations of `pipeline.kernels`
+node reads and writes, and each node, fused or another kernel's call, as a launch. Operations of `kernels`
 count their inputs and outputs; `with inside` adds what their Triton kernels move between themselves, although the twins
 run here. Launches of a step: both passes of 20 blocks and of the model's ends (`of the passes`), then the norm of the
 gradient, clipping and fused AdamW for Sana 1.6B. Casts by FSDP2 are left out: they are the same in all forms. Of the
@@ -39,19 +39,21 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.memory import shape
 from benchmarks.report import finish, table
-from pipeline.config import FlowConfig, TrainConfig
-from pipeline.kernels import linear_attention as attention
-from pipeline.launch import Launch
-from pipeline.models import sana_layers
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import Numerics, SanaConfig
-from pipeline.parallel import mesh
-from pipeline.parallel.compile import compile_blocks, compile_conditions
-from pipeline.parallel.parallelize import ParallelModel, adjoining, parallelize
-from pipeline.parallel.shards import local
-from pipeline.processes import run_and_exit
-from pipeline.training.recipes.flow import Flow
-from pipeline.training.step import TrainStep
+from pipeline.base.launch import Launch
+from pipeline.base.processes import run_and_exit
+from pipeline.train.config import TrainConfig
+from pipeline.train.kernels import linear_attention as attention
+from pipeline.train.models import sana_layers
+from pipeline.train.models.config import FlowConfig
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import SanaConfig
+from pipeline.train.models.sana_shape import Numerics
+from pipeline.train.parallel import mesh
+from pipeline.train.parallel.compile import compile_blocks, compile_conditions
+from pipeline.train.parallel.parallelize import ParallelModel, adjoining, parallelize
+from pipeline.train.parallel.shards import local
+from pipeline.train.training.objectives.flow import Flow
+from pipeline.train.training.step import TrainStep
 
 BLOCKS = 20
 LAUNCHES = {  # kernels of an operation: Triton's, or a copy of three matrices and its products
@@ -226,7 +228,7 @@ def compiled_block(config: SanaConfig, given: list[Any]) -> tuple[int, int]:
 
 
 def of_conditions(made: SanaTransformer, whole: tuple[Tensor, ...]) -> None:
-    """Both passes of what a block is given beside the tokens, the gradients given."""
+    """Both passes of what a block is given in addition to the tokens, the gradients given."""
     _, captions, mask, timesteps = whole
     values = made.conditions(captions, mask, timesteps, torch.bfloat16)
     results = [x for x in values if x is not None and x.requires_grad]

@@ -29,19 +29,20 @@ from torch import Tensor
 import stages.train
 from benchmarks.loader import build
 from benchmarks.report import finish, median, table
-from pipeline.config import Config, FlowConfig, load
-from pipeline.loader.loader import Batch
-from pipeline.models.objective import FlowMatching
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel.parallelize import ParallelModel
-from pipeline.processes import run_and_exit
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.training import metrics
-from pipeline.training import optimizers as optim
-from pipeline.training.recipes.flow import Flow
-from pipeline.training.step import TrainStep
+from pipeline.base.processes import run_and_exit
+from pipeline.config import Config, load
+from pipeline.data.loader.loader import Batch
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
+from pipeline.train.models.config import FlowConfig
+from pipeline.train.models.flow_matching import FlowMatching
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import SanaConfig
+from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.training import metrics
+from pipeline.train.training import optimizers as optim
+from pipeline.train.training.objectives.flow import Flow
+from pipeline.train.training.step import TrainStep
 
 CPU = torch.device("cpu")
 TINY = [(48, 80), (56, 72), (64, 64), (72, 56), (80, 48)]
@@ -82,15 +83,15 @@ def batch_of(config: SanaConfig, samples: int, side: int, rows: int) -> Batch:
 def overhead(config: SanaConfig, batch: Batch, rounds: int) -> tuple[list[float], list[float]]:
     """CPU seconds of a step, (ours, bare), in neighbouring pairs."""
     train = load("tiny").train.model_copy(update={"precision": "fp32"})
-    objective = FlowMatching(FlowConfig())
+    flow = FlowMatching(FlowConfig())
     models = [SanaTransformer.from_scratch(config, seed=0) for _ in range(2)]
     optimizers = [optim.build(model, train.optim, CPU) for model in models]
     step = TrainStep(ParallelModel(models[0]), Flow(FlowConfig()), optimizers[0], train, CPU)
     assert train.optim.clip is not None
     clip = train.optim.clip
-    sigma, timesteps = objective.sigmas(batch.logit)
-    noised = objective.noised(batch.latents, batch.noise, sigma)
-    target, captions = objective.target(batch.latents, batch.noise), batch.captions.float()
+    sigma, timesteps = flow.sigmas(batch.logit)
+    noised = flow.noised(batch.latents, batch.noise, sigma)
+    target, captions = flow.target(batch.latents, batch.noise), batch.captions.float()
 
     def ours() -> None:
         step([batch], 1)
@@ -116,8 +117,8 @@ def overhead(config: SanaConfig, batch: Batch, rounds: int) -> tuple[list[float]
 
 def data_wait(folder: Path, steps: int) -> tuple[float, float]:
     """(share of the wall time waited, seconds a step) of a run on a snapshot, after its first rows."""
-    latent = LatentRecipe(compression=8, channels=16)
-    build(folder / "cache", 240, buckets=TINY, batch=12, latent=latent, text=TextRecipe(width=128))
+    latent = LatentEncoding(compression=8, channels=16)
+    build(folder / "cache", 240, buckets=TINY, batch=12, latent=latent, text=TextEncoding(width=128))
     settings = [
         f"cache={folder / 'cache'}",
         f"train.output={folder / 'run'}",

@@ -1,7 +1,7 @@
 """The command line: options, the configuration, then one stage.
 
 Stages are imported inside their command, so that `sana-pipe train` loads neither an encoder nor diffusers and `--help`
-is fast. All errors are handled here: a `UserError`, an error of the machine (`pipeline.errors.shown`) and a path that
+is fast. All errors are handled here: a `UserError`, an error of the machine (`errors.shown`) and a path that
 the file system refuses are printed without a traceback and end with their exit code; any other exception is a defect
 and keeps its traceback.
 
@@ -27,10 +27,19 @@ import click
 from click.shell_completion import CompletionItem
 
 from pipeline import __version__
-from pipeline.errors import EXIT_CODES, UserError, expanded, local_path, not_permitted, print_error, shown, was_printed
-from pipeline.processes import INTERRUPTED, allow_many_files, pass_on, run_and_exit
-from pipeline.processes import shown as shell_line
-from pipeline.sources.formats import FORMATS
+from pipeline.base.errors import (
+    EXIT_CODES,
+    UserError,
+    expanded,
+    local_path,
+    not_permitted,
+    print_error,
+    shown,
+    was_printed,
+)
+from pipeline.base.processes import INTERRUPTED, allow_many_files, pass_on, run_and_exit
+from pipeline.base.processes import shown as shell_line
+from pipeline.data.sources.formats import FORMATS
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -77,8 +86,8 @@ class _Command(click.Command):
     def _as_setting(self, option: str, args: list[str]) -> str | None:
         """The `--set` that an unknown option stands for; None: no option of the configuration that this command reads
         ends with its name."""
+        from pipeline.base.options import section_of
         from pipeline.config import option_fields, reads
-        from pipeline.options import section_of
 
         if all(parameter.name != "overrides" for parameter in self.params):
             return None
@@ -145,8 +154,8 @@ def _complete_files(context: click.Context, parameter: click.Parameter, incomple
 
 
 def _complete_options(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from pipeline.base.options import section_of
     from pipeline.config import option_fields
-    from pipeline.options import section_of
 
     for_set = parameter.name == "overrides"
     return [
@@ -165,8 +174,8 @@ class _Given:
 
     def load(self) -> Config:
         """The configuration."""
+        from pipeline.base.launch import prefer_expandable_segments
         from pipeline.config import load
-        from pipeline.launch import prefer_expandable_segments
 
         prefer_expandable_segments()  # before a stage imports torch
         _, command = click.get_current_context().command_path.split(maxsplit=1)
@@ -267,7 +276,7 @@ def _once(why: str) -> Callable[[click.Context, click.Parameter, tuple[str, ...]
 
 
 def _is_main() -> bool:
-    from pipeline.launch import detect
+    from pipeline.base.launch import detect
 
     return detect().is_main
 
@@ -355,7 +364,8 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON object in
 
 
 def _only_with(context: click.Context, option: str, *others: str) -> None:
-    """Refuse options beside `option` that were given on the command line, except the configuration's and `others`."""
+    """Refuse options other than `option` that were given on the command line, except the configuration's and
+    `others`."""
     known = {option.lstrip("-"), "config_path", "overrides", *others}
     given = click.core.ParameterSource.COMMANDLINE
     odd = [
@@ -618,7 +628,7 @@ def forget(config: Config, **what: str | None) -> Any:
     "--from",
     "origin",
     metavar="CHECKPOINT|RUN",
-    help="Begin a new run with its weights, moments and averages, on any snapshot. Beside --resume auto it counts "
+    help="Begin a new run with its weights, moments and averages, on any snapshot. With --resume auto it counts "
     "until the new run has a checkpoint.",
 )
 @click.option(
@@ -1105,7 +1115,7 @@ def _print_error(error: UserError) -> None:
     An error that every rank finds for itself, such as a misspelt option, is not marked `everywhere`. The other ranks
     wait before they print it; rank 0's exit makes the launcher end them first.
     """
-    from pipeline.launch import detect
+    from pipeline.base.launch import detect
 
     try:
         rank = detect().rank

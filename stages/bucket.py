@@ -1,6 +1,6 @@
 """`sana-pipe bucket`: make an immutable snapshot from one cache or several. Copies no tensor bytes of the first.
 
-Steps: read the scans and indexes of every cache, choose the samples and assemble them (`pipeline.snapshots.making`),
+Steps: read the scans and indexes of every cache, choose the samples and assemble them (`snapshots.making`),
 then adopt the shards of other caches and publish the snapshot.
 """
 
@@ -13,18 +13,21 @@ from typing import Any
 
 import click
 
-from pipeline.amounts import amount
-from pipeline.cache import copies
-from pipeline.cache.cache import check_snapshot_name
-from pipeline.config import Config, setting
-from pipeline.errors import CacheError, escaped
-from pipeline.reporting.further_figures import mask_notes
-from pipeline.snapshots.inputs import caches_of, read_inputs
-from pipeline.snapshots.making import make
-from pipeline.snapshots.near import Report
-from pipeline.snapshots.publishing import publish
-from pipeline.sources import reject_kinds
-from pipeline.work.progress import Progress
+from pipeline.base.amounts import amount
+from pipeline.base.config import setting
+from pipeline.base.errors import CacheError, escaped
+from pipeline.config import Config
+from pipeline.data.cache import copies
+from pipeline.data.cache.cache import check_snapshot_name
+from pipeline.data.signals import Encoders
+from pipeline.data.snapshots.inputs import open_caches, read_inputs
+from pipeline.data.snapshots.making import make
+from pipeline.data.snapshots.near import Report
+from pipeline.data.snapshots.publishing import publish
+from pipeline.data.sources import reject_kinds
+from pipeline.data.work.progress import Progress
+from pipeline.tools.locations import cache_location
+from pipeline.tools.reporting.further_figures import mask_notes
 
 MANY = 200_000
 """Samples from which on the progress of a comparison is shown."""
@@ -36,7 +39,7 @@ def run(
     """Make a snapshot of the sources in the cache and in `bucket.caches`.
 
     Args:
-        name: a name that will point to it, beside `latest`. The held-out part is called NAME.heldout.
+        name: a name that will point to it, in addition to `latest`. The held-out part is called NAME.heldout.
         dry_run: report, and write nothing.
         as_json: print one JSON object instead of lines.
         move: let the name point to it though it points to another snapshot.
@@ -45,18 +48,18 @@ def run(
         The snapshot's id; "" for a dry run.
 
     Raises:
-        CacheError: no source yet, or sources of different recipes, or of other settings than the configuration.
+        CacheError: no source yet, or sources of different encodings, or of other settings than the configuration.
         IntegrityError: a file that the snapshot would name is missing, or a shard is of another size.
         UserError: nothing is left to train on, a setting names what is not there, or the name is not valid or taken.
     """
     settings, heldout_name = config.bucket, f"{name or 'latest'}.heldout"
     for label in ([name] if name is not None else []) + ([heldout_name] if settings.heldout else []):
         check_snapshot_name(label)
-    caches = caches_of(config, dry_run)
+    caches = open_caches(cache_location(config), settings.caches, dry_run)
     cache = caches[0]
     if not dry_run:
         copies.repair_all(cache.files)
-    inputs = read_inputs(config, caches)
+    inputs = read_inputs(caches, settings, config.data, Encoders(config.vae, config.text), config.encode)
     for kind, sources in inputs.lacking.items():
         click.echo(
             f"note: the snapshot has no records of the kind {kind}, which source {', '.join(sources)} lacks "
@@ -64,7 +67,9 @@ def run(
             err=True,
         )
     report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
-    made, heldout_made = make(config, inputs, _comparing)
+    validation = config.train.validation
+    part = None if validation is None else validation.snapshot
+    made, heldout_made = make(inputs, settings, part, _comparing)
     joined = made.joined
     report["notes"] = list(joined.notes)
     report |= publish(made, inputs, dry_run, name, move)
@@ -143,7 +148,7 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
     for part, count in report["leaked"].items():
         click.echo(
             f"held-out snapshot {part[:12]}: {count} of its samples look like one of these"
-            + ("; a loss on it is not of unseen pictures (bucket.heldout makes a clean part)" if count else "")
+            + ("; its loss is then not that of unseen pictures (bucket.heldout makes a clean part)" if count else "")
         )
     if report["adopted_bytes"]:
         verb = "would be" if dry_run else "were"
@@ -166,8 +171,8 @@ def _print_duplicates(duplicates: dict[str, Any]) -> None:
         click.echo(f"{group['pictures']:>9} {'; '.join(texts)}")
     if flat["pictures"]:
         click.echo(
-            f"note: {flat['pictures']} pictures have too little detail to be compared; of them only equal files are "
-            f"duplicates: {reject_kinds.examples(flat['examples'], flat['pictures'])}"
+            f"note: {flat['pictures']} pictures have too little detail to be compared; among them only equal files "
+            f"count as duplicates: {reject_kinds.examples(flat['examples'], flat['pictures'])}"
         )
     if duplicates["list"]:
         click.echo(f"each group with its pictures: {duplicates['list']}")
@@ -184,4 +189,6 @@ def _print_id(report: dict[str, Any]) -> None:
     name = f" ({report['name']})" if report["name"] else ""
     click.echo(f"snapshot {report['snapshot']}{name}" if report["snapshot"] else f"dry run: no snapshot was made{name}")
     if report["unchanged"]:
-        click.echo("it is the latest snapshot already: nothing has changed. New pictures: sana-pipe encode first")
+        click.echo(
+            "this is the latest snapshot already: nothing has changed. For new pictures run sana-pipe encode first"
+        )

@@ -19,15 +19,16 @@ from typing import Any
 import click
 import torch
 
-from pipeline import launch
-from pipeline.amounts import amount
-from pipeline.config import Config, Weights
-from pipeline.errors import UserError
-from pipeline.images import buckets
-from pipeline.models import encoders, hub
-from pipeline.models.adapters import adapter_of
-from pipeline.models.spec import ModelSpec, spec_at, spec_from_arch
-from pipeline.models.text import TOKENIZER_FILES, check_tokenizer, load_tokenizer, text_width
+from pipeline.base import hub, launch
+from pipeline.base.amounts import amount
+from pipeline.base.config import Weights
+from pipeline.base.errors import UserError
+from pipeline.config import Config
+from pipeline.data.encoders import vae as encoders
+from pipeline.data.encoders.text import TOKENIZER_FILES, check_tokenizer, load_tokenizer, text_width
+from pipeline.data.images import buckets
+from pipeline.train.models.adapters import adapter_of
+from pipeline.train.models.spec import ModelSpec, spec_at, spec_from_arch
 
 
 @dataclass

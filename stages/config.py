@@ -15,10 +15,10 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from pipeline.base.errors import ConfigError
+from pipeline.base.options import holds_several, section_of, value_at, values_of, within
+from pipeline.base.yaml_text import as_yaml
 from pipeline.config import Config, Given, option_fields, written
-from pipeline.errors import ConfigError
-from pipeline.options import holds_several, section_of, value_at, values_of, within
-from pipeline.yaml_text import as_yaml
 
 WIDTH = 110
 

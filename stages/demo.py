@@ -19,16 +19,16 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.cache.disk import replacing
+from pipeline.base.disk import replacing
+from pipeline.base.errors import UserError, writing
+from pipeline.base.processes import command, shown
 from pipeline.config import LOCAL_NAME, SHIPPED, Config, load
-from pipeline.demo import photographs, small_models
-from pipeline.errors import UserError, writing
-from pipeline.images import decoding
-from pipeline.processes import command, shown
-from pipeline.sources.caption_rules import instruction
-from pipeline.sources.detect import open_source
-from pipeline.sources.source import Item
-from pipeline.training import summary
+from pipeline.data.images import decoding
+from pipeline.data.sources.caption_rules import instruction
+from pipeline.data.sources.detect import open_source
+from pipeline.data.sources.source import Item
+from pipeline.tools.demo import photographs, small_models
+from pipeline.train.training import summary
 
 TINY = "tiny.yaml"
 MARK = "demo.json"
@@ -57,7 +57,7 @@ def run(out: Path, quick: bool = False) -> int:
     """
     began = time.monotonic()
     out = Path(out)
-    with writing(out, "check the rights, or give another --out"):
+    with writing(out, "check the permissions, or give another --out"):
         _claim(out, quick)
         config = _configuration(out)
         _photographs(out)
@@ -77,7 +77,7 @@ def run(out: Path, quick: bool = False) -> int:
 
 
 RUNS = "runs/tiny"
-"""Where the run directories of the rounds are: `train.output` of the configuration, so `report` is about both."""
+"""The folder of the rounds' run directories: `train.output` of the configuration, so `report` is about both."""
 _LAST = ["--checkpoint", f"{RUNS}/round2"]
 _RESULTS = (
     ["export", *_LAST, "--out", "export", "--overwrite"],

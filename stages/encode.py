@@ -1,7 +1,7 @@
 """`sana-pipe encode`: sources to the cache, one encoder in memory at a time.
 
 Scan and plan, then encode text that is missing, then latents. Of several processes one judges the scan and plans, and
-the others read its result (see `pipeline.encoding.fragments`). Running the same command again continues; with nothing
+the others read its result (see `encoding.fragments`). Running the same command again continues; with nothing
 new it loads no model. Prompts (`--prompts`) are text without pictures; the worker that finds all their records
 publishes the set.
 """
@@ -20,37 +20,41 @@ from typing import Any
 import click
 import pyarrow as pa
 
-from pipeline import launch, retrying, signals
-from pipeline.amounts import amount
-from pipeline.cache import copies, layout
-from pipeline.cache import prompts as prompt_sets
-from pipeline.cache.cache import Cache, WorkPlan
-from pipeline.cache.files import Files
-from pipeline.cache.recipes import CaptionRecipe, PictureRecipe, Recipe, caption_of
+from pipeline.base import launch, retrying
+from pipeline.base.amounts import amount
+from pipeline.base.errors import IntegrityError, NoSpaceError, UserError
 from pipeline.config import Config
-from pipeline.encoding import estimate, image_batch, last_scan, scan_rows, unit_encoder
-from pipeline.encoding import plan as planning
-from pipeline.encoding import prompts as prompting
-from pipeline.encoding import rejects as rejecting
-from pipeline.encoding import scan as scanning
-from pipeline.encoding import survey as surveying
-from pipeline.encoding import understood as understanding
-from pipeline.encoding.fragments import Fragments, ScanSuperseded
-from pipeline.encoding.reading import Reading
-from pipeline.encoding.rejects import Rejects
-from pipeline.encoding.unit_encoder import UnitEncoder
-from pipeline.errors import NoSpaceError, UserError
-from pipeline.images import buckets
-from pipeline.signals import PictureSignal
-from pipeline.signals.latent import compression
-from pipeline.signals.text import TextRecipe
-from pipeline.sources.reject_kinds import Kinds
-from pipeline.sources.source import Source
-from pipeline.work import claims, disk_space, ray_engine
-from pipeline.work.engine import Work, Worker, make_units, missing_units
-from pipeline.work.progress import Meter, Progress
-from pipeline.work.progress_rows import ProgressRows
-from pipeline.work.stop import Stop, Stopped
+from pipeline.data import signals
+from pipeline.data.cache import copies, layout
+from pipeline.data.cache import prompts as prompt_sets
+from pipeline.data.cache.cache import Cache, WorkList
+from pipeline.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding, caption_of
+from pipeline.data.cache.files import Files
+from pipeline.data.encoders.text import count_rows
+from pipeline.data.encoding import estimate, image_batch, last_scan, refusals, scan_rows, understood, unit_encoder
+from pipeline.data.encoding import plan as planning
+from pipeline.data.encoding import prompts as prompt_lists
+from pipeline.data.encoding import rejects as rejecting
+from pipeline.data.encoding import scan as scanning
+from pipeline.data.encoding import survey as surveying
+from pipeline.data.encoding.encoder_settings import EncoderSettings
+from pipeline.data.encoding.fragments import Fragments, ScanSuperseded
+from pipeline.data.encoding.reading import Reading
+from pipeline.data.encoding.rejects import Rejects
+from pipeline.data.encoding.unit_encoder import UnitEncoder
+from pipeline.data.images import buckets
+from pipeline.data.signals import PictureSignal
+from pipeline.data.signals.latent import compression
+from pipeline.data.signals.text import TextEncoding
+from pipeline.data.sources import caption_rules
+from pipeline.data.sources.reject_kinds import Kinds
+from pipeline.data.sources.source import Source
+from pipeline.data.work import claims, disk_space, ray_engine
+from pipeline.data.work.engine import Work, Worker, make_units, missing_units
+from pipeline.data.work.progress import Meter, Progress
+from pipeline.data.work.progress_rows import ProgressRows
+from pipeline.data.work.stop import Stop, Stopped
+from pipeline.tools.locations import cache_location
 
 
 def run(
@@ -69,15 +73,15 @@ def run(
     """Encode a source, prompts, or both into the cache.
 
     Args:
-        data: a folder, tars, tables or a listing; see `pipeline.sources.detect`. None: prompts only.
+        data: a folder, tars, tables or a listing; see `sources.detect`. None: prompts only.
         source_name: the source's name in the cache; default: the folder's name.
         format: what `data` is; default: detected.
         rehash: read every file again instead of trusting size and mtime.
         task_index, task_count: this process's share of the missing units; default: what the launcher says.
         engine: `local`, or `ray` (this process hands the units to a cluster).
         as_json: print the result as one JSON object; everything else goes to stderr.
-        prompts: a file of prompts; see `pipeline.encoding.prompts.read`. None: with `data.caption_prefix` those of
-            `prompting.of_trigger`, as the set `TRIGGER`.
+        prompts: a file of prompts; see `encoding.prompts.read`. None: with `data.caption_prefix` those of
+            `prompt_lists.of_trigger`, as the set `TRIGGER`.
         prompts_name: of their set.
 
     Returns:
@@ -96,23 +100,23 @@ def run(
             with stop.signals():
                 share = _tasks(task_index, task_count, engine)
                 prompt_sets.check_prompts_name(prompts_name)
-                asked = None if prompts is None else (prompts_name, prompting.read(prompts, config.patience_s))
+                asked = None if prompts is None else (prompts_name, prompt_lists.read(prompts, config.patience_s))
                 if data is None:
                     assert asked is not None
                     done = _run_prompts(config, *asked, share, engine, stop)
                 else:
-                    source, reading = surveying.opened(config, data, source_name, format, mends=True)
-                    prefix = reading.config.data.caption_prefix
+                    config, source, reading = opened(config, data, source_name, format, repairs=True)
+                    prefix = config.data.caption_prefix
                     if asked is not None:
-                        lines, notes = prompting.with_trigger(asked[1], prefix)
+                        lines, notes = prompt_lists.with_trigger(asked[1], prefix)
                         asked = prompts_name, lines
                         for line in notes:
                             click.echo(line, err=True)
                     elif prefix.strip():
-                        asked = prompt_sets.TRIGGER, prompting.of_trigger(prefix)
-                    done = _run(reading, source, rehash, share, engine, stop, asked)
+                        asked = prompt_sets.TRIGGER, prompt_lists.of_trigger(prefix)
+                    done = _run(config, reading, source, rehash, share, engine, stop, asked)
         except Stopped:
-            click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
+            click.echo(f"stopped by {stop.name}; no unfinished work was left: run the same command again to continue")
             done = {"stopped": stop.name}
     if as_json:
         click.echo(json.dumps(done))
@@ -146,17 +150,21 @@ def dry_run(
     """
     with _text_on_stderr(as_json):
         tasks = _tasks(task_index, task_count, engine)[1]
-        survey = surveying.survey(config, data, source_name, rehash, format)
-        source, work, config = survey.source, survey.work, survey.config
-        sizes, times = estimate.sizes(work, config, caption_of(survey.recipes), survey.count_rows), None
+        config, source, reading = opened(config, data, source_name, format)
+        encodings = signals.encodings(signals.Encoders(config.vae, config.text), config.data, config.encode)
+        survey = surveying.survey(source, reading, cache_location(config).open_if_there(), encodings, rehash)
+        work, encodings = survey.work, survey.encodings
+        count = partial(count_rows, config.text, caption_rules.instruction(config.text))
+        sizes, times = estimate.sizes(work, caption_of(encodings), count), None
         if probe:
-            speed = estimate.probe(work, config, source, survey.recipes, unit_encoder.device(config.encode.device))
-            times = estimate.times(work, sizes, speed, config, tasks)
+            device = unit_encoder.device(config.encode.device)
+            speed = estimate.probe(work, source, encodings, _encoder_settings(config), device)
+            times = estimate.times(work, sizes, speed, config.encode.workers, tasks)
         free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
         report = estimate.report(source, work, sizes, free, disk_space.RESERVE, times)
-        taken = understanding.of(source, survey.scan, config.data)
+        taken = understood.of(source, survey.scan, config.data)
         fit = [
-            *taken.lines(config.data, caption_of(survey.recipes).normalisation),
+            *taken.lines(config.data, caption_of(encodings).normalisation),
             *surveying.fit_notes(survey.scan, survey.table, config.data),
         ]
         for line in [*estimate.lines(report, config.cache), *fit]:
@@ -166,8 +174,46 @@ def dry_run(
     most, rejects = config.encode.max_reject_rate, work.rejects
     if rejecting.too_many(report["items"], rejects.total, rejecting.faults(survey.scan), most):
         rejecting.refuse(source, report["items"], rejects, most, "look at the reasons above", None, taken.remedy)
-    understanding.refuse(taken, config, survey.scan, survey.cache)
+    refusals.refuse(taken, reading.given, survey.scan, survey.cache)
     return NoSpaceError.exit_code if report["enough_space"] is False else 0
+
+
+def reading_of(config: Config, format: str | None = None) -> Reading:
+    """The way to read a source that a configuration and `--format` ask for."""
+    return Reading(config.data, config.encode, config._data_given, format)
+
+
+def opened(
+    config: Config, data: str, name: str | None, format: str | None, *, repairs: bool = False
+) -> tuple[Config, Source, Reading]:
+    """Open the source of `--data`; prints what differs from its last scan.
+
+    Args:
+        data, name, format: as of `run`.
+        repairs: write a damaged `format.json` of the cache again.
+
+    Returns:
+        The configuration with the values with which the source is read, the source, and how it is read.
+    """
+
+    def scan_of(name: str) -> dict[str, Any] | None:
+        try:
+            cache = cache_location(config).open_if_there()
+        except IntegrityError:
+            if not repairs:
+                raise
+            cache = cache_location(config).open(create=True)
+        return None if cache is None else cache.last_scan(name)
+
+    raw = config.text.prompting == "nvlabs"
+    source, reading = surveying.opened(
+        data, name, reading_of(config, format), scan_of, patience_s=config.patience_s, raw=raw
+    )
+    return config.model_copy(update={"data": reading.data, "encode": reading.encode}), source, reading
+
+
+def _encoder_settings(config: Config) -> EncoderSettings:
+    return EncoderSettings(signals.Encoders(config.vae, config.text), config.encode, config.data.max_pixels)
 
 
 def _text_on_stderr(wanted: bool) -> AbstractContextManager[Any]:
@@ -180,7 +226,7 @@ class _TextRun:
 
     config: Config
     cache: Cache
-    text: CaptionRecipe
+    text: CaptionEncoding
     worker: Worker
     engine: str
     sources: dict[str, Source]
@@ -199,19 +245,19 @@ class EncodeRun(_TextRun):
     """The state that every step of a run with a source needs.
 
     Attributes:
-        recipes: of the records, as of `pipeline.signals.recipes`.
+        encodings: of the records, as of `signals.encodings`.
         table: the target resolutions (height, width) of the buckets.
     """
 
     source: Source
     reading: Reading
-    recipes: list[Recipe]
+    encodings: list[Encoding]
     table: list[buckets.Shape]
 
     @property
     def pictures(self) -> list[PictureSignal]:
         """The kinds of picture records. The first is made first, and those without a model from the same pixels."""
-        return [recipe for recipe in self.recipes if isinstance(recipe, PictureSignal)]
+        return [encoding for encoding in self.encodings if isinstance(encoding, PictureSignal)]
 
 
 @dataclass(frozen=True)
@@ -221,10 +267,10 @@ class _Planned:
     Attributes:
         table: digest of the scan's table.
         items: in the scan; rejects: those of them that the scan rejected; faults: rejects that no setting asked for.
-        gone: usable pictures of the last scan that are missing now.
+        missing: usable pictures of the last scan that are not there now.
         ignored: as `Source.ignored`, its fields by name.
         new, reused: records by noun.
-        plans: number of plans by recipe.
+        plans: number of plans by encoding.
         taken: as `Understood.summary`.
         fit: as `Understood.remarks` and `surveying.fit_notes`.
     """
@@ -233,7 +279,7 @@ class _Planned:
     items: int
     rejects: int
     faults: int
-    gone: int
+    missing: int
     ignored: dict[str, Any]
     new: dict[str, int]
     reused: dict[str, int]
@@ -249,13 +295,13 @@ class _Work:
         table: the scan's, if it is at hand, or its digest.
 
     Attributes:
-        plans: of each recipe, by name.
+        plans: of each encoding, by name.
     """
 
     def __init__(self, run: EncodeRun, table: pa.Table | str):
         self._run, self._table = run, table
         self._all: dict[str, pa.Table] = {}
-        self.plans: dict[str, list[WorkPlan]] = {}
+        self.plans: dict[str, list[WorkList]] = {}
 
     def table(self, columns: list[str] | None = None) -> pa.Table:
         """The scan's table, or some of its columns."""
@@ -263,23 +309,23 @@ class _Work:
             return self._run.cache.table(self._table, columns)
         return self._table if columns is None else self._table.select(columns)
 
-    def all(self, recipe: Recipe) -> pa.Table:
-        """The work list of a recipe, which stays at hand."""
-        self._all[recipe.kind] = self._list(recipe, None)
-        return self._all[recipe.kind]
+    def all(self, encoding: Encoding) -> pa.Table:
+        """The work list of an encoding, which stays at hand."""
+        self._all[encoding.kind] = self._list(encoding, None)
+        return self._all[encoding.kind]
 
-    def of(self, recipe: Recipe, keys: Iterable[str]) -> pa.Table:
+    def of(self, encoding: Encoding, keys: Iterable[str]) -> pa.Table:
         """The rows of some keys (hex)."""
-        if (work := self._all.get(recipe.kind)) is not None:
+        if (work := self._all.get(encoding.kind)) is not None:
             return work.filter(planning.has_key(work, keys))
-        return self._list(recipe, list(keys))
+        return self._list(encoding, list(keys))
 
-    def _list(self, recipe: Recipe, only: list[str] | None) -> pa.Table:
+    def _list(self, encoding: Encoding, only: list[str] | None) -> pa.Table:
         run, scratch = self._run, self._run.cache.files.scratch
-        if isinstance(recipe, CaptionRecipe):
-            return planning.caption_work(self.table(["captions", "reject"]), recipe, scratch, only)
-        assert isinstance(recipe, PictureRecipe)
-        return planning.image_work(self.table(planning.SCANNED), run.source.name, recipe, run.table, scratch, only)
+        if isinstance(encoding, CaptionEncoding):
+            return planning.caption_work(self.table(["captions", "reject"]), encoding, scratch, only)
+        assert isinstance(encoding, PictureEncoding)
+        return planning.image_work(self.table(planning.SCANNED), run.source.name, encoding, run.table, scratch, only)
 
 
 Lines = list[tuple[int, str]]
@@ -289,11 +335,11 @@ Lines = list[tuple[int, str]]
 def _run_prompts(
     config: Config, name: str, lines: Lines, share: tuple[int, int], engine: str, stop: Stop
 ) -> dict[str, Any]:
-    text = TextRecipe.wanted(signals.Encoders(config.vae, config.text), config.data, config.encode)
-    cache = Cache.of(config, create=True)
+    text = TextEncoding.wanted(signals.Encoders(config.vae, config.text), config.data, config.encode)
+    cache = cache_location(config).open(create=True)
     copies.repair_all(cache.files)
     cache.files.sweep()
-    cache.add_recipe(text)
+    cache.add_encoding(text)
     worker = Worker(claims.Claims(cache.files), stop, *share)
     run = _TextRun(config, cache, text, worker, engine, {})
     prompts = _prompts(run, lines)
@@ -312,14 +358,14 @@ def _run_prompts(
     }
 
 
-def _prompts(run: _TextRun, lines: Lines) -> prompting.PromptWork:
-    prompts, repeated = prompting.of(lines, run.text)
+def _prompts(run: _TextRun, lines: Lines) -> prompt_lists.PromptWork:
+    prompts, repeated = prompt_lists.of(lines, run.text)
     for line in repeated:
         click.echo(f"--prompts: {line}", err=True)
     return prompts
 
 
-def _publish_prompts(run: _TextRun, name: str, prompts: prompting.PromptWork) -> dict[str, Any]:
+def _publish_prompts(run: _TextRun, name: str, prompts: prompt_lists.PromptWork) -> dict[str, Any]:
     """Publish the set once all its records are there, whoever made them.
 
     Raises:
@@ -341,6 +387,7 @@ def _publish_prompts(run: _TextRun, name: str, prompts: prompting.PromptWork) ->
 
 
 def _run(
+    config: Config,
     reading: Reading,
     source: Source,
     rehash: bool,
@@ -349,18 +396,17 @@ def _run(
     stop: Stop,
     asked: tuple[str, Lines] | None,
 ) -> dict[str, Any]:
-    config = reading.config
-    recipes = signals.recipes(signals.Encoders(config.vae, config.text), config.data, config.encode)
-    table = buckets.table(config.data, compression(recipes))
-    cache = Cache.of(config, create=True)
+    encodings = signals.encodings(signals.Encoders(config.vae, config.text), config.data, config.encode)
+    table = buckets.table(config.data, compression(encodings))
+    cache = cache_location(config).open(create=True)
     copies.repair_all(cache.files)
-    recipes = surveying.with_stored_decoder(cache, recipes, config)
+    encodings = surveying.with_stored_decoder(cache, encodings, config.data.decoder)
     cache.files.sweep()
-    for recipe in recipes:
-        cache.add_recipe(recipe)
-    text = caption_of(recipes)
+    for encoding in encodings:
+        cache.add_encoding(encoding)
+    text = caption_of(encodings)
     worker = Worker(claims.Claims(cache.files), stop, *share)
-    run = EncodeRun(config, cache, text, worker, engine, {source.name: source}, source, reading, recipes, table)
+    run = EncodeRun(config, cache, text, worker, engine, {source.name: source}, source, reading, encodings, table)
     return encode_source(run, rehash, asked)
 
 
@@ -381,7 +427,7 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
     finally:  # the scan is published, even if a signal ends the encoding
         fragments.finish()
 
-    unmade = (reject for one in run.recipes for reject in rejecting.of_units(cache, one, partial(work.of, one)))
+    unmade = (reject for one in run.encodings for reject in rejecting.of_units(cache, one, partial(work.of, one)))
     failed = list({(reject.item, reject.reason): reject for reject in unmade}.values())
     rejects = Rejects(work.table, planned.rejects, failed)
     path = rejecting.write(cache, source.name, rejects)
@@ -389,7 +435,7 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
         click.echo(f"{len(rejects)} rejected; each with its reason in {cache.files.where(path)}")
         for line in Kinds.of(rejects).lines():
             click.echo(line)
-    for index in [] if idle else [cache.index(recipe.name) for recipe in run.recipes]:
+    for index in [] if idle else [cache.index(encoding.name) for encoding in run.encodings]:
         size = amount(int(index.bytes.sum()))
         click.echo(f"{index.kind} store: {len(index)} records in {len(index.shards)} shards, {size}")
     left = sum(part.left for part in made.values())
@@ -407,7 +453,7 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
         "items": planned.items,
         "new": planned.new,
         "reused": planned.reused,
-        "gone": planned.gone,
+        "missing": planned.missing,
         "speed": {noun: part.speed for noun, part in made.items()},
         **({"prompts": {**published, "new": further}} if published else {}),
     }
@@ -415,8 +461,8 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
 
 def _planned(run: EncodeRun, rehash: bool, fragments: Fragments) -> tuple[_Planned, _Work]:
     """Scan and plan, in one process of those that share the work."""
-    config, stop = run.config, run.worker.stop
-    look = scan_rows.from_bytes
+    stop, look = run.worker.stop, scan_rows.from_bytes
+    settings = surveying.ScanSettings(run.config.data, run.config.encode.workers, run.table, rehash)
     works: list[_Work] = []
 
     def plan(scan: scanning.Scan, bar: Progress) -> dict[str, Any]:
@@ -431,7 +477,7 @@ def _planned(run: EncodeRun, rehash: bool, fragments: Fragments) -> tuple[_Plann
             scan.help()
 
     while True:
-        begun = surveying.scanning_of(config, run.source, run.cache, run.table, rehash, look, fragments)
+        begun = surveying.scanning_of(run.source, run.cache, settings, look, fragments)
         with suppress(ScanSuperseded), begun as (scan, bar):
             if run.worker.tasks == 1:
                 planned = _Planned(**plan(scan, bar))
@@ -450,77 +496,77 @@ _DECISIVE = ("image_batch", "max_shrink", "max_reject_rate")
 def _decisive(run: EncodeRun) -> bytes:
     """Return what decides a plan besides the scan."""
     data, encode = run.config.data.model_dump(mode="json"), run.config.encode.model_dump(mode="json")
-    recipes = [recipe.name for recipe in run.recipes]
+    encodings = [encoding.name for encoding in run.encodings]
     settings = [planning.captions_of_batch(run.config.encode), *(encode[name] for name in _DECISIVE)]
-    return layout.canonical(["plan-2", recipes, run.table, data, settings])
+    return layout.canonical(["plan-2", encodings, run.table, data, settings])
 
 
 def _opened(run: EncodeRun, planned: _Planned) -> _Work:
     """Open what another process has planned."""
     run.source.ignored = Kinds(**planned.ignored)
     work = _Work(run, planned.table)
-    for recipe, count in planned.plans.items():
-        work.plans[recipe] = [run.cache.plan(recipe, number) for number in range(count)]
+    for encoding, count in planned.plans.items():
+        work.plans[encoding] = [run.cache.plan(encoding, number) for number in range(count)]
     return work
 
 
 def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
     """Check and publish a scan, and plan what it lacks."""
     config, cache, source = run.config, run.cache, run.source
-    gone = last_scan.gone(cache, source, table, config.encode.max_shrink)
+    missing = last_scan.count_missing(cache, source, table, config.encode.max_shrink)
     faults = rejecting.faults(table)
     rejects = len(table) - table.column("reject").null_count
     most = config.encode.max_reject_rate
-    taken = understanding.of(source, table, config.data)
+    taken = understood.of(source, table, config.data)
     rejecting.check(cache, source, table.num_rows, Rejects(work.table, rejects), faults, most, taken.remedy)
-    understanding.refuse(taken, config, table, cache)
+    refusals.refuse(taken, run.reading.given, table, cache)
     digest = cache.put_table(table)
     cache.add_scan(
         source.name,
         {
             "table": digest,
-            "recipes": {recipe.kind: recipe.name for recipe in run.recipes},
+            "encodings": {encoding.kind: encoding.name for encoding in run.encodings},
             "buckets": [list(shape) for shape in run.table],
             **source.document(),
             **run.reading.document(),
         },
     )
-    lists = {recipe: work.all(recipe) for recipe in run.recipes}
-    counts = {_noun(recipe): planning.count_missing(cache, recipe, rows) for recipe, rows in lists.items()}
+    lists = {encoding: work.all(encoding) for encoding in run.encodings}
+    counts = {_noun(encoding): planning.count_missing(cache, encoding, rows) for encoding, rows in lists.items()}
     work.plans[run.text.name] = planning.plan_captions(cache, run.text, lists[run.text], config.encode)
     lead, *further = run.pictures
     work.plans[lead.name] = _plan_images(run, lead, lists[lead])
-    for recipe in further:
-        if recipe.beside:
-            planning.plan_beside(cache, recipe, work.plans[lead.name])
-        work.plans[recipe.name] = _plan_images(run, recipe, lists[recipe])
+    for encoding in further:
+        if encoding.shares_pixels:
+            planning.plan_following(cache, encoding, work.plans[lead.name])
+        work.plans[encoding.name] = _plan_images(run, encoding, lists[encoding])
     return _Planned(
         table=digest,
         items=table.num_rows,
         rejects=rejects,
         faults=faults,
-        gone=gone,
+        missing=missing,
         ignored=vars(source.ignored),
         new={noun: missing for noun, (missing, _) in counts.items()},
         reused={noun: reused for noun, (_, reused) in counts.items()},
-        plans={recipe: len(plans) for recipe, plans in work.plans.items()},
+        plans={encoding: len(plans) for encoding, plans in work.plans.items()},
         taken=taken.summary(config.data, run.text.normalisation),
         fit=[*taken.remarks(config.data), *surveying.fit_notes(table, run.table, config.data)],
     )
 
 
-def _noun(recipe: Recipe) -> str:
-    """Return what the records of a recipe are called in the result."""
-    assert isinstance(recipe, signals.Signal)
-    return recipe.noun
+def _noun(encoding: Encoding) -> str:
+    """Return what the records of an encoding are called in the result."""
+    assert isinstance(encoding, signals.Signal)
+    return encoding.noun
 
 
-def _plan_images(run: EncodeRun, recipe: PictureSignal, work: pa.Table) -> list[WorkPlan]:
+def _plan_images(run: EncodeRun, encoding: PictureSignal, work: pa.Table) -> list[WorkList]:
     fitting = None  # with Ray the pictures are encoded on other machines
     if run.engine == "local":
-        footprint = partial(recipe.footprint, signals.Encoders(run.config.vae, run.config.text))
+        footprint = partial(encoding.footprint, signals.Encoders(run.config.vae, run.config.text))
         fitting = image_batch.fitting(footprint, lambda: unit_encoder.device(run.config.encode.device))
-    return planning.plan_images(run.cache, recipe, work, run.config.encode, fitting)
+    return planning.plan_images(run.cache, encoding, work, run.config.encode, fitting)
 
 
 def _summary(run: EncodeRun, planned: _Planned) -> list[str]:
@@ -529,24 +575,24 @@ def _summary(run: EncodeRun, planned: _Planned) -> list[str]:
     return [
         f"source {run.source.name!r}: {planned.items} items, {planned.rejects} rejected by the scan",
         *estimate.column_lines(sorted(run.source.picture_columns)),
-        f"pictures: {new['images']} new, {reused['images']} reused, {planned.gone} gone",
+        f"pictures: {new['images']} new, {reused['images']} reused, {planned.missing} missing",
         *(f"{noun}: {count} new, {reused[noun]} reused" for noun, count in new.items() if noun != "images"),
     ]
 
 
 @dataclass(frozen=True)
 class Made:
-    """Records of one kind that this run made, units left to others, and the figures of the progress line. beside:
+    """Records of one kind that this run made, units left to others, and the figures of the progress line. following:
     records of other kinds that were made from the same pixels."""
 
     records: int
     left: int
     speed: dict[str, Any]
-    beside: Counter[str] = field(default_factory=Counter)
+    following: Counter[str] = field(default_factory=Counter)
 
 
 def _encode(
-    run: EncodeRun, planned: _Planned, work: _Work, prompts: prompting.PromptWork | None
+    run: EncodeRun, planned: _Planned, work: _Work, prompts: prompt_lists.PromptWork | None
 ) -> tuple[dict[str, Made], bool]:
     """Encode captions, then pictures. Prompts are planned by themselves, so they do not change the captions' units.
 
@@ -557,7 +603,7 @@ def _encode(
     text_plans = work.plans[run.text.name]
     if prompts is not None:
         text_plans = planning.plan_captions(cache, run.text, prompts.work, config)
-    image_plans = [plan for recipe in run.pictures for plan in work.plans[recipe.name]]
+    image_plans = [plan for encoding in run.pictures for plan in work.plans[encoding.name]]
     idle = not any(planned.new.values()) and not missing_units(cache, [*text_plans, *image_plans])
     if idle:
         click.echo("; ".join([*_summary(run, planned), "nothing to do"]))
@@ -571,34 +617,34 @@ def _encode(
             run.config.encode.device, click.echo
         )  # a GPU that cannot be used shows before the models are read
 
-    def missing(plans: list[WorkPlan]) -> Work:
+    def missing(plans: list[WorkList]) -> Work:
         return [] if idle else missing_units(cache, plans)
 
     with ENGINES[run.engine](run) as make:
         captions = make(missing(text_plans), "captions")
         claims.sweep(cache, text_plans)
         missing(text_plans)  # writes the segments of finished plans
-        made, beside = dict[str, Made](), Counter[str]()
-        for recipe in run.pictures:
-            pictures = _encode_pictures(run, work.plans[recipe.name], missing, make, recipe.noun)
+        made, following = dict[str, Made](), Counter[str]()
+        for encoding in run.pictures:
+            pictures = _encode_pictures(run, work.plans[encoding.name], missing, make, encoding.noun)
             moved = None
             if not idle:
-                moved = planning.retryable_at_another_place(cache, recipe, partial(work.of, recipe))
+                moved = planning.retryable_at_another_place(cache, encoding, partial(work.of, encoding))
             if moved is not None:
-                more = _encode_pictures(run, _plan_images(run, recipe, moved), missing, make, recipe.noun)
+                more = _encode_pictures(run, _plan_images(run, encoding, moved), missing, make, encoding.noun)
                 pictures = replace(pictures, records=pictures.records + more.records, left=pictures.left + more.left)
-            made[recipe.noun] = replace(pictures, records=pictures.records + beside[recipe.kind])
-            beside += pictures.beside
+            made[encoding.noun] = replace(pictures, records=pictures.records + following[encoding.kind])
+            following += pictures.following
     return {**made, "captions": captions}, idle
 
 
 def _encode_pictures(
-    run: EncodeRun, plans: list[WorkPlan], missing: Callable[[list[WorkPlan]], Work], make: Make, noun: str
+    run: EncodeRun, plans: list[WorkList], missing: Callable[[list[WorkList]], Work], make: Make, noun: str
 ) -> Made:
     todo = missing(plans)
     lead = run.pictures[0].name
-    lead_made = {(plan.recipe, plan.number): planning.lead_made(run.cache, plan, lead) for plan in plans}
-    ready = [(plan, unit) for plan, unit in todo if lead_made[plan.recipe, plan.number](unit)]
+    lead_made = {(plan.encoding, plan.number): planning.lead_made(run.cache, plan, lead) for plan in plans}
+    ready = [(plan, unit) for plan, unit in todo if lead_made[plan.encoding, plan.number](unit)]
     ready = _readable(run.cache, ready, run.source.name)
     pictures = make(ready, noun)
     claims.sweep(run.cache, plans)
@@ -626,14 +672,15 @@ Make = Callable[[Work, str], Made]
 """Makes units; the noun is for the progress line."""
 
 
-def _beside(run: _TextRun) -> Sequence[Recipe]:
-    """The recipes whose records are made beside others."""
-    return [each for each in run.pictures[1:] if each.beside] if isinstance(run, EncodeRun) else ()
+def _following(run: _TextRun) -> Sequence[Encoding]:
+    """The encodings whose records are made with others, from the same pixels."""
+    return [each for each in run.pictures[1:] if each.shares_pixels] if isinstance(run, EncodeRun) else ()
 
 
 @contextmanager
 def _local(run: _TextRun) -> Iterator[Make]:
-    worker, encoder = run.worker, UnitEncoder(run.config, run.cache, run.sources, _beside(run))
+    worker = run.worker
+    encoder = UnitEncoder(_encoder_settings(run.config), run.cache, run.sources, _following(run))
     space = encoder.disk_space(worker.stop.sleep)
 
     def make(todo: Work, noun: str) -> Made:
@@ -644,7 +691,7 @@ def _local(run: _TextRun) -> Iterator[Make]:
             click.echo(f"worker {worker.task + 1} of {worker.tasks}: {records} {noun} encoded here")
         if noun == "captions":
             _report_captions(encoder.meter)
-        return Made(records, left, bar.figures(), encoder.meter.beside)
+        return Made(records, left, bar.figures(), encoder.meter.following)
 
     with run.metrics() as metrics:
         yield make
@@ -653,7 +700,7 @@ def _local(run: _TextRun) -> Iterator[Make]:
 @contextmanager
 def _ray(run: _TextRun) -> Iterator[Make]:
     key = run.config.model_dump_json()
-    build = partial(unit_encoder.build, key, tuple(run.sources), tuple(recipe.name for recipe in _beside(run)))
+    build = partial(ray_encoder, key, tuple(run.sources), tuple(encoding.name for encoding in _following(run)))
     with ray_engine.Cluster(run.config.encode, key, build, run.worker.stop) as cluster, run.metrics() as metrics:
 
         def make(todo: Work, noun: str) -> Made:
@@ -661,9 +708,27 @@ def _ray(run: _TextRun) -> Iterator[Make]:
             with Progress(noun, 0, meter) as bar, metrics.of(bar):
                 records = cluster.run(todo, bar)
             _report_captions(meter)
-            return Made(records, 0, bar.figures(), meter.beside)
+            return Made(records, 0, bar.figures(), meter.following)
 
         yield make
+
+
+def ray_encoder(config_json: str, source_names: tuple[str, ...], beside: tuple[str, ...]) -> UnitEncoder:
+    """Build the encoder of a Ray worker process.
+
+    The sources are not listed again: their items are known from the scan.
+
+    Args:
+        config_json: the configuration of the driver.
+        source_names: of the sources that pictures are read from.
+        beside: names of the encodings that `UnitEncoder` calls so.
+    """
+    launch.prefer_expandable_segments()
+    config = Config.model_validate_json(config_json)
+    cache = cache_location(config).open()
+    sources = {name: scanning.reopen(cache, name, config.data) for name in source_names}
+    encodings = [cache.encoding(name) for name in beside]
+    return UnitEncoder(_encoder_settings(config), cache, sources, encodings, check=True)
 
 
 ENGINES: dict[str, Callable[[_TextRun], AbstractContextManager[Make]]] = {"local": _local, "ray": _ray}

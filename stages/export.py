@@ -3,7 +3,7 @@
 A pipeline's folder has copies of VAE, text encoder and tokenizer (about 6 GB), so it is complete, and no paths of this
 machine, so it can be published. Of a run with an adapter it is the adapter's file, for diffusers or ComfyUI, or the
 adapter in its base; of a ControlNet its folder. What training used and a pipeline cannot guess (flow shift, resolution,
-text recipe) must be as in the checkpoint. The folder appears whole, by a rename. Weights pass through memory one
+text encoding) must be as in the checkpoint. The folder appears whole, by a rename. Weights pass through memory one
 parameter at a time, for any number of processes that wrote the checkpoint.
 """
 
@@ -22,20 +22,21 @@ from typing import Any
 
 import torch
 
-from pipeline import outputs
-from pipeline.cache.disk import sync_path
-from pipeline.config import Config, Weights, written
-from pipeline.errors import ConfigError, UserError, writing
-from pipeline.models import hub
-from pipeline.models.adapters import Adapter, Merged, adapter_from, files
-from pipeline.models.encoders import vae_shape
-from pipeline.models.spec import ModelSpec
-from pipeline.models.text import TOKENIZER_FILES, text_width
-from pipeline.options import value_at
-from pipeline.reporting.export_readme import TrainedModel, copy_pictures, readme, trigger_of
-from pipeline.training import checkpoint as checkpoints
-from pipeline.training.base_weights import whole_weights
-from pipeline.urls import strip_credentials
+from pipeline.base import hub
+from pipeline.base.config import Weights
+from pipeline.base.disk import sync_path
+from pipeline.base.errors import ConfigError, UserError, writing
+from pipeline.base.options import value_at
+from pipeline.base.urls import strip_credentials
+from pipeline.config import Config, written
+from pipeline.data.encoders.text import TOKENIZER_FILES, text_width
+from pipeline.data.encoders.vae import vae_shape
+from pipeline.tools import outputs
+from pipeline.tools.reporting.export_readme import TrainedModel, copy_pictures, readme, trigger_of
+from pipeline.train.models.adapters import Adapter, Merged, adapter_from, files
+from pipeline.train.models.spec import ModelSpec
+from pipeline.train.training import checkpoint as checkpoints
+from pipeline.train.training.base_weights import whole_weights
 
 MARK = "sana_pipe.json"
 """Marks a folder as an export: what was exported, and the options that it depends on."""
@@ -48,7 +49,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TOKENIZER = (*TOKENIZER_FILES, "added_tokens.json", "chat_template.jinja")
 _SAME = (
     *("train.flow.shift", "data.resolution"),
-    *("text.recipe", "text.instruction", "text.max_length"),
+    *("text.prompting", "text.instruction", "text.max_length"),
 )
 """Options that must be as in training."""
 _PLACES = "vae.id", "vae.revision", "text.id", "text.revision"
@@ -84,7 +85,7 @@ def run(
         out: must not exist, or be empty; no input of the configuration.
         ema: export the EMA weights instead of the last weights.
         overwrite: `out` may hold an export, which is replaced. Files that were added to it or changed stay.
-        dtype: of the transformer's files: fp32, bf16 or fp16; None: bf16 for what was trained beside a base in bf16,
+        dtype: of the transformer's files: fp32, bf16 or fp16; None: bf16 for what was trained next to a base in bf16,
             fp32 for a whole model.
         form: `diffusers` (a whole pipeline, an adapter's file, or a ControlNet's folder), `merged` (the whole pipeline
             of an adapter), `nvlabs` (the transformer) or `comfyui` (an adapter's file).
@@ -99,10 +100,10 @@ def run(
     out = Path(out).absolute()
     _check_dtype(config, dtype or "fp32")
     if best:
-        folder, loss = checkpoints.find_best(config, checkpoint, ema=ema)
+        folder, loss = checkpoints.find_best(config.train.output, checkpoint, ema=ema)
         print(f"lowest held-out loss of the checkpoints: {loss:.4f}, {folder}", flush=True)
     else:
-        folder = checkpoints.find(config, checkpoint)
+        folder = checkpoints.find(config.train.output, checkpoint)
     document = checkpoints.read_document(folder)
     name = checkpoints.EMA_WEIGHTS if ema else checkpoints.LAST_WEIGHTS
     state = {"weights": name, **document.state.as_dict()}
@@ -118,7 +119,7 @@ def run(
     parts = _parts(config, architecture) if whole else None
     if parts is not None:
         architecture = architecture.with_sample_size(config.data.resolution // parts.compression)
-    weights = whole_weights(config, stored)
+    weights = whole_weights(config.model.weights, config.train.seed, stored)
 
     ending = f"_step_{document.state.step}{'_ema' if ema else ''}"
     about: dict[str, Any] = {"weights": name, "state": document.state, "dtype": dtype}
@@ -154,7 +155,7 @@ def run(
 
 
 def described(config: Config, architecture: ModelSpec) -> TrainedModel:
-    """Describe the model for its README."""
+    """Collect the content of the README."""
     shift = config.train.flow.shift
     return TrainedModel(architecture, config.model.weights, config.data, config.text, shift, config.sample)
 
@@ -188,7 +189,9 @@ def _form(form: str, architecture: ModelSpec, adapter: Adapter | None) -> str:
     if form not in offered:
         what = f"a whole {architecture.class_name}" if adapter is None else str(adapter)
         way = " (ComfyUI reads it)" if form == "comfyui" and "nvlabs" in offered else ""
-        raise ConfigError(f"--format {form} is not one of {what}", fix=f"--format {offered[-1 if way else 0]}{way}")
+        raise ConfigError(
+            f"--format {form} is not a format of {what}", fix=f"--format {offered[-1 if way else 0]}{way}"
+        )
     return form
 
 
@@ -207,7 +210,7 @@ def _published(out: Path) -> Iterator[Path]:
     """A folder to write into, which takes the place of `out` once it is complete."""
     work = out.with_name(f".{out.name}.partial")
     try:
-        with writing(out, "check the rights, or give another --out"):
+        with writing(out, "check the permissions, or give another --out"):
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
             yield work
@@ -236,7 +239,7 @@ def check_target(config: Config, out: Path, overwrite: bool) -> None:
         raise UserError(what, fix=f"--out {shlex.quote(str(out.with_suffix('')))}")
     earlier = out.with_name(f".{out.name}.old")
     if not os.path.lexists(out) and (earlier / MARK).is_file():  # a kill between the two renames of `_put_in_place`
-        with writing(out, "check the rights, or give another --out"):
+        with writing(out, "check the permissions, or give another --out"):
             os.rename(earlier, out)
     outputs.check(config, out, whole=True)
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
@@ -264,15 +267,15 @@ def _record(out: Path) -> dict[str, str]:
 
 
 def default_dtype(config: Config, of_adapter: bool) -> str:
-    """bf16 for what was trained beside a base in bf16: it is never more exact than that when it draws."""
+    """bf16 for what was trained next to a base in bf16: it is never more exact than that when it draws."""
     weights = config.model.weights
-    in_bf16 = config.train.precision.startswith("bf16") and (weights is None or weights.bears("bf16"))
+    in_bf16 = config.train.precision.startswith("bf16") and (weights is None or weights.supports("bf16"))
     return "bf16" if of_adapter and in_bf16 else "fp32"
 
 
 def _check_dtype(config: Config, dtype: str) -> None:
     weights = config.model.weights
-    if weights is not None and not weights.bears(dtype) and dtype != "fp32":
+    if weights is not None and not weights.supports(dtype) and dtype != "fp32":
         raise ConfigError(
             f"--dtype {dtype} breaks these weights, which run in {' and '.join(weights.runs_in or [])}",
             expected="a precision of model.weights.runs_in, or fp32",
@@ -325,7 +328,7 @@ def _parts(config: Config, architecture: ModelSpec) -> Parts:
 
 def _write(config: Config, architecture: ModelSpec, parts: Parts, work: Path) -> None:
     """Everything of a pipeline but its transformer and its README."""
-    from pipeline.models.sampler import scheduler  # the only import of diffusers here
+    from pipeline.train.models.sampler import scheduler  # the only import of diffusers here
 
     scheduler(config.train.flow.shift).save_pretrained(work / "scheduler")
     copy_model(parts.vae, work / "vae")

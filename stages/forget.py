@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import click
 
-from pipeline.cache import prompts
-from pipeline.cache.cache import Cache
 from pipeline.config import Config
+from pipeline.data.cache import prompts
+from pipeline.tools.locations import cache_location
 
 
 def run(config: Config, source: str | None = None, snapshot: str | None = None, prompt_set: str | None = None) -> int:
@@ -24,12 +24,12 @@ def run(config: Config, source: str | None = None, snapshot: str | None = None, 
     Raises:
         UserError: see `Cache.forget_source`, `Cache.forget_name` and `prompts.forget`.
     """
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     if source is not None:
         cache.forget_source(source)
         click.echo(
-            f"source {source!r} is forgotten: `bucket` makes no samples of it. Its records stay, and are used if it is "
-            "encoded again; snapshots that hold it stay as they are"
+            f"source {source!r} is forgotten: `bucket` makes no samples from it. Its records stay, and are used if it "
+            "is encoded again; snapshots that hold it stay as they are"
         )
     if snapshot is not None:
         snapshot_id = cache.forget_name(snapshot)

@@ -6,10 +6,10 @@ import json
 
 import click
 
-from pipeline.amounts import amount
-from pipeline.cache.cache import Cache
-from pipeline.cache.garbage import remove, unneeded
+from pipeline.base.amounts import amount
 from pipeline.config import Config
+from pipeline.data.cache.garbage import remove, unneeded
+from pipeline.tools.locations import cache_location
 
 
 def run(config: Config, yes: bool = False, older_than_hours: float = 48, as_json: bool = False) -> int:
@@ -25,7 +25,7 @@ def run(config: Config, yes: bool = False, older_than_hours: float = 48, as_json
     Raises:
         IntegrityError: documents and shards contradict one another, so it is unknown what is needed.
     """
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     age, now = older_than_hours * 3600, cache.files.now()
     listed = list(unneeded(cache, age, now))
     entries = remove(cache, listed, age, now) if yes else listed
@@ -37,7 +37,7 @@ def run(config: Config, yes: bool = False, older_than_hours: float = 48, as_json
     for path, count, why in entries:
         click.echo(f"{count:12d}  {path}  ({why})")
     if len(entries) < len(listed):
-        click.echo(f"{len(listed) - len(entries)} files were used again or removed by others meanwhile")
+        click.echo(f"{len(listed) - len(entries)} files were used again, or removed by others, in the meantime")
     verb = "removed" if yes else "could be removed (--yes)"
     click.echo(f"{len(entries)} files, {amount(size)} {verb}")
     return 0

@@ -1,6 +1,6 @@
 """`sana-pipe init`: look at the pictures, the card and the disk, and write a commented configuration.
 
-What: scans the sources by their headers, as `encode --dry-run` does, asks `pipeline.planning.recommend` which shipped
+What: scans the sources by their headers, as `encode --dry-run` does, asks `planning.recommend` which shipped
 file fits and what to change in it, and writes `sana-pipe.yaml` and `prompts.txt`. Prints each change with its reason,
 and what `plan` predicts.
 Nothing is encoded, and no model is read.
@@ -19,32 +19,36 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from pipeline.amounts import amount
-from pipeline.cache.cache import check_source_name
-from pipeline.cache.disk import replacing
-from pipeline.cache.files import Files
-from pipeline.cache.keys import fixed
-from pipeline.config import LOCAL_NAME, Config, load, load_given, read_tree, setting, validated
-from pipeline.encoding import estimate, scan_rows, survey, understood
-from pipeline.encoding.understood import Understood
-from pipeline.errors import UserError, escaped, writing
-from pipeline.gpus import CPU, GIB
-from pipeline.images import buckets
-from pipeline.launch import Launch, gpus, unusable
-from pipeline.options import value_at, within
-from pipeline.planning import auto, extent, predict, recommend
-from pipeline.planning.predict import Data, Machine
-from pipeline.planning.recommend import Choice, Facts, Recommendation
-from pipeline.planning.search import Search
-from pipeline.processes import shown
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.snapshots.selection import is_held_out
-from pipeline.sources import further, name_patterns
-from pipeline.sources.detect import open_source
-from pipeline.sources.reject_kinds import Kinds
-from pipeline.sources.source import Place, Source
-from pipeline.yaml_text import as_yaml, from_yaml
+from pipeline.base.amounts import amount
+from pipeline.base.config import setting
+from pipeline.base.disk import replacing
+from pipeline.base.errors import UserError, escaped, writing
+from pipeline.base.gpus import CPU, GIB
+from pipeline.base.launch import Launch, gpus, unusable
+from pipeline.base.options import value_at, within
+from pipeline.base.processes import shown
+from pipeline.base.yaml_text import as_yaml, from_yaml
+from pipeline.config import LOCAL_NAME, Config, load, load_given, read_tree, validated
+from pipeline.data.cache.cache import check_source_name
+from pipeline.data.cache.files import Files
+from pipeline.data.cache.keys import fixed
+from pipeline.data.encoding import estimate, refusals, scan_rows, survey, understood
+from pipeline.data.encoding.picture_commands import ALL_PICTURES
+from pipeline.data.encoding.reading import settles
+from pipeline.data.encoding.regularisation import class_of, places_of
+from pipeline.data.encoding.understood import Understood
+from pipeline.data.images import buckets
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
+from pipeline.data.snapshots.selection import is_held_out
+from pipeline.data.sources import further, name_patterns
+from pipeline.data.sources.detect import open_source
+from pipeline.data.sources.reject_kinds import Kinds
+from pipeline.data.sources.source import Place, Source
+from pipeline.tools.planning import auto, extent, predict, recommend
+from pipeline.tools.planning.predict import Data, Machine
+from pipeline.tools.planning.recommend import Choice, Facts, Recommendation
+from pipeline.tools.planning.search import Search
 
 PROMPTS = "prompts.txt"
 COUNTED = 200
@@ -123,7 +127,7 @@ def _check_replaced(out: Path) -> None:
                 return
         except UserError:
             pass
-        raise UserError(f"{out} exists and is no configuration of sana-pipe", fix="--out FILE writes another file")
+        raise UserError(f"{out} exists and is not a configuration of sana-pipe", fix="--out FILE writes another file")
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,8 @@ class _Looked:
         source = open_source(data, of_source, patience_s=config.patience_s)
         offered, shapes = source.rule.offered, buckets.table(config.data, predict.COMPRESSION)
         try:
-            with survey.scanning_of(config, source, None, shapes, False, scan_rows.from_header) as (scanned, _):
+            settings = survey.ScanSettings(config.data, config.encode.workers, shapes)
+            with survey.scanning_of(source, None, settings, scan_rows.from_header) as (scanned, _):
                 table = scanned.table()
         except UserError:
             if field is not None or not offered or not source.rule.is_default:
@@ -179,9 +184,9 @@ class _Looked:
 def _refuse(config: Config, each: _Looked, data: Sequence[str], options: Options) -> None:
     """Raises a UserError for pictures that are likely masks, control pictures or regularisation pictures, and for files
     that are likely captions."""
-    understood.check_loose(each.taken)
+    refusals.check_loose(each.taken)
     if not any(text.startswith("data.caption=") for text in options.overrides):
-        understood.check_lists(each.taken)
+        refusals.check_lists(each.taken)
 
     def command(settings: Sequence[str], places: Sequence[str] = data) -> str:
         words = _words(places, options)
@@ -191,24 +196,24 @@ def _refuse(config: Config, each: _Looked, data: Sequence[str], options: Options
         words += ["--force"] * options.force
         return shown("init", *words, *(["--out", str(options.out)] if _config(options) else []))
 
-    if understood.settles(config, "pictures"):
+    if settles(config._data_given, "pictures"):
         reached = options.trigger is not None or not each.taken.captioned
         if not any(text.startswith("data.caption=") for text in options.overrides) and any(
             given is not None for _, given in config.data.pictures
         ):
-            understood.check_rest(each.taken, command, reached, ())
+            refusals.check_rest(each.taken, command, reached, ())
         return
-    understood.check(each.taken, command)
+    refusals.check(each.taken, command)
     if each.taken.regularisation and (options.trigger is not None or not each.taken.captioned):
-        subject, other = understood.places_of(each.taken)
+        subject, other = places_of(each.taken)
         apart = [place for one in data for place in ([subject, other] if one == each.data else [one])]
         found = [f"{one.count} such as {escaped(one.example)}" for one in each.taken.regularisation]
         raise UserError(
-            f"the folder {each.taken.regularisation[0].value!r} of {each.data!r} is called like regularisation "
+            f"the folder {each.taken.regularisation[0].value!r} of {each.data!r} is named like regularisation "
             "pictures, which would be learned as the subject",
             expected="a source for the subject, and another for the regularisation pictures",
             found="; ".join(found),
-            fix=f"two sources: {command([], apart)}; all are of the subject: {command([understood.ALL_PICTURES])}",
+            fix=f"as two sources: {command([], apart)}; if all are of the subject: {command([ALL_PICTURES])}",
         )
 
 
@@ -222,10 +227,13 @@ def _subject(looked: Sequence[_Looked], trigger: str | None) -> list[_Looked]:
 def _regularisation(each: _Looked, config: Config, options: Options) -> list[str]:
     """Say how a source of regularisation pictures is encoded: without the trigger word."""
     trigger = config.data.caption_prefix or config.data.caption or ""
-    what = f"source {each.source.name!r} is called like regularisation pictures: encode gives it no trigger word"
+    what = (
+        f"the name of source {each.source.name!r} says that it has regularisation pictures: encode gives it no trigger "
+        "word"
+    )
     if each.taken.captioned == each.taken.usable:
         return [what]
-    settings = [f"data.caption={understood.class_of(trigger)}"]
+    settings = [f"data.caption={class_of(trigger)}"]
     words = ["encode", "--data", each.data, *_config(options)]
     words += [word for text in settings for word in ("--set", text)]
     return [f"{what}. First, for those without a caption: {shown(*words)}"]
@@ -258,7 +266,7 @@ def _add_reading(made: Recommendation, looked: Sequence[_Looked], data: Sequence
 
 def _taken(each: _Looked, config: Config) -> list[str]:
     """Say what a source was taken for, with captions as the file makes them."""
-    return each.taken.lines(config.data, config.text.recipe)
+    return each.taken.lines(config.data, config.text.prompting)
 
 
 def _facts(config: Config, looked: Sequence[_Looked], machine: Machine | None, gpus: int) -> Facts:
@@ -368,15 +376,15 @@ def _line(choice: Choice) -> str:
 
 
 def _check_usable(looked: Sequence[_Looked]) -> None:
-    """Raise a UserError, with the reasons, if there is no usable picture."""
+    """Raise a UserError, with the reasons, if no picture is usable."""
     if looked and not any(each.usable.num_rows for each in looked):
         reasons = [line.strip() for each in looked for line in each.rejected.ranked().lines()]
         advice = [each.taken.remedy or further.remedy(each.source.further, each.rejected.counts) for each in looked]
         raise UserError(
-            "there is no usable picture",
+            "no picture is usable",
             expected="pictures with captions, or with the trigger word in their place",
             found="; ".join(reasons) or "no picture",
-            fix="; ".join(filter(None, advice)) or "fix what the reasons name, then run the same command again",
+            fix="; ".join(filter(None, advice)) or "fix the causes above, then run the same command again",
         )
 
 
@@ -408,13 +416,13 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
     )
     shape = predict.architecture(config.model, config.data.resolution, data)
     lines, step = list[str](), None
-    if machine is not None and not machine.card.bears(config.train.precision):
+    if machine is not None and not machine.card.supports(config.train.precision):
         lines.append(
             f"warning: {machine.card.name} has no bf16, so memory and speed are not predicted "
             "(--set train.precision=fp32, or another card)"
         )
     elif machine is not None:
-        search = Search(shape, data, machine, config.bears)
+        search = Search(shape, data, machine, config.supports)
         decided, lines = auto.decide(config.train, machine, lambda: search)
         layout_of_run = predict.check(decided, shape, data, machine.gpus)
         step = search.candidate(decided, layout_of_run).time.step
@@ -435,13 +443,13 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
 
 def _cache_bytes(config: Config, looked: _Looked) -> int:
     """Bytes of a source in the cache, by Sana's encoders; tokens by the length of a caption."""
-    latent, text = LatentRecipe(), TextRecipe(max_length=config.text.max_length)
+    latent, text = LatentEncoding(), TextEncoding(max_length=config.text.max_length)
     work = estimate.wanted(looked.table, None, [latent, text], buckets.table(config.data, latent.compression))
 
     def count(texts: Sequence[str]) -> list[int]:
         return [estimate.likely_rows(text, len(each.encode())) for each in texts]
 
-    return estimate.sizes(work, config, text, count).total
+    return estimate.sizes(work, text, count).total
 
 
 def _config(options: Options) -> list[str]:

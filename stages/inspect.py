@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import click
 
-from pipeline.cache.cache import Cache
+from pipeline.base.errors import escaped
 from pipeline.config import Config
-from pipeline.errors import escaped
-from pipeline.reporting.blocks import plain
-from pipeline.reporting.figures import Figures, collect
-from pipeline.reporting.json_values import json_values
-from pipeline.reporting.sections import SECTIONS
+from pipeline.tools.locations import cache_location
+from pipeline.tools.reporting.blocks import plain
+from pipeline.tools.reporting.figures import Figures, collect
+from pipeline.tools.reporting.json_values import json_values
+from pipeline.tools.reporting.sections import SECTIONS
 
 
 def run(config: Config, run: Path | None = None, snapshot: str | None = None, as_json: bool = False) -> int:
-    """Print the numbers. Arguments and errors: see `pipeline.reporting.figures.collect`.
+    """Print the numbers. Arguments and errors: see `reporting.figures.collect`.
 
     Returns:
         0.
     """
-    figures, _, _ = collect(Path(config.train.output), partial(Cache.of, config), run=run, snapshot=snapshot)
+    figures, _, _ = collect(Path(config.train.output), cache_location(config).open, run=run, snapshot=snapshot)
     if as_json:
         click.echo(json.dumps(json_values(figures)))
         return 0

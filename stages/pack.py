@@ -11,16 +11,17 @@ from typing import Any
 
 import click
 
-from pipeline import launch
-from pipeline.amounts import amount
-from pipeline.cache import copies, index
-from pipeline.cache.cache import Cache, check_snapshot_name, name_taken
-from pipeline.cache.snapshot import Head
+from pipeline.base import launch
+from pipeline.base.amounts import amount
 from pipeline.config import Config
-from pipeline.snapshots import heldout, packing
-from pipeline.work import claims, engine
-from pipeline.work.progress import Progress
-from pipeline.work.stop import Stop, Stopped
+from pipeline.data.cache import copies, index
+from pipeline.data.cache.cache import check_snapshot_name, name_taken
+from pipeline.data.cache.snapshot_head import Head
+from pipeline.data.snapshots import heldout, packing
+from pipeline.data.work import claims, engine
+from pipeline.data.work.progress import Progress
+from pipeline.data.work.stop import Stop, Stopped
+from pipeline.tools.locations import cache_location
 
 
 def check_name(name: str | None) -> None:
@@ -56,7 +57,7 @@ def run(
     """
     check_name(name)
     stop = Stop()
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     copies.repair_all(cache.files)
     source = cache.open_snapshot(snapshot)
     source_name = snapshot if snapshot is not None and cache.snapshot_of(snapshot) else source.id[:12]
@@ -69,12 +70,12 @@ def run(
     try:
         made, left = _pack_units(config, packing.Packer(cache, source, plan), stop)
     except Stopped:
-        click.echo(f"stopped by {stop.name}; nothing half done was left: run the same command again to continue")
+        click.echo(f"stopped by {stop.name}; no unfinished work was left: run the same command again to continue")
         return None
     claims.sweep(cache, [plan])
     report: dict[str, Any] = {"packed_from": source.id, "shards": len(plan.units), "made": made, "left": left}
     packed = None
-    if {unit.unit for unit in plan.units} <= index.committed(cache.files, plan.recipe, plan.number):
+    if {unit.unit for unit in plan.units} <= index.committed(cache.files, plan.encoding, plan.number):
         head = packing.assembled(cache, source, plan)
         packed = cache.add_snapshot(head, name, latest=latest, move=move)
         if (part := heldout.find(cache, source)) is not None:
@@ -95,9 +96,9 @@ def _pack_units(config: Config, packer: packing.Packer, stop: Stop) -> tuple[int
     """Restore lost shards, then pack this process's share of the missing units. Returns the units packed, and those
     left to other processes."""
     plan, files = packer.plan, packer.cache.files
-    commits = index.commits(files, plan.recipe, plan.number)
+    commits = index.commits(files, plan.encoding, plan.number)
     shards, sizes = [str(commit.shard) for commit in commits], [commit.bytes for commit in commits]
-    for at in index.missing_shards(files, plan.recipe, shards, sizes).nonzero()[0].tolist():
+    for at in index.missing_shards(files, plan.encoding, shards, sizes).nonzero()[0].tolist():
         packer.restore(shards[at])
     done = {commit.unit for commit in commits}
     todo = [(plan, unit) for unit in plan.units if unit.unit not in done]

@@ -11,18 +11,20 @@ from typing import Any
 
 import click
 
-from pipeline.amounts import amount, duration, figure
-from pipeline.cache.cache import Cache
-from pipeline.config import Config, TrainConfig
-from pipeline.errors import print_error
-from pipeline.gpus import GIB
-from pipeline.planning import auto, extent
-from pipeline.planning import predict as predicting
-from pipeline.planning.cost import Time, by_share
-from pipeline.planning.predict import Data, Machine, Prediction
-from pipeline.planning.search import Candidate, NothingFitsError, Search
-from pipeline.training.inputs import unused_records
-from pipeline.training.remedies import flags
+from pipeline.base.amounts import amount, duration, figure
+from pipeline.base.errors import print_error
+from pipeline.base.gpus import GIB
+from pipeline.config import Config
+from pipeline.data.snapshots.opening import unused_records
+from pipeline.tools.locations import cache_location
+from pipeline.tools.planning import auto, extent
+from pipeline.tools.planning import predict as predicting
+from pipeline.tools.planning.cost import Time, by_share
+from pipeline.tools.planning.predict import Data, Machine, Prediction
+from pipeline.tools.planning.search import Candidate, NothingFitsError, Search
+from pipeline.train.config import TrainConfig
+from pipeline.train.training.assemble import objective_of
+from pipeline.train.training.remedies import flags
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,9 @@ def run(config: Config, options: Options) -> int:
         UserError: an unknown card, sizes that do not divide, a snapshot that does not exist.
     """
     machine = auto.named(options.gpu, options.gpu_memory, options.gpus, options.nodes)
-    predicting.check_precision(config.train.precision, config.bears, machine)
-    opened = None if options.snapshot is None else Cache.of(config).open_snapshot(options.snapshot)
-    for note in () if opened is None else unused_records(config, opened):
+    predicting.check_precision(config.train.precision, config.supports, machine)
+    opened = None if options.snapshot is None else cache_location(config).open().open_snapshot(options.snapshot)
+    for note in () if opened is None else unused_records(opened, objective_of(config.train).pictures):
         click.echo(note, err=True)
     data = (
         Data.configured(config.model, config.data, config.bucket, config.text.max_length)
@@ -65,7 +67,7 @@ def run(config: Config, options: Options) -> int:
         else Data.of(opened)
     )
     shape = predicting.architecture(config.model, config.data.resolution, data)
-    search = Search(shape, data, machine, config.bears)
+    search = Search(shape, data, machine, config.supports)
     try:
         return (_search if options.search else _predict)(config.train, search, options)
     except NothingFitsError as error:

@@ -1,6 +1,6 @@
 """`sana-pipe report`: one HTML page about a snapshot and a run.
 
-What: collects the numbers (`pipeline.reporting.figures`), reads pictures of rejects where their sources still exist,
+What: collects the numbers (`reporting.figures`), reads pictures of rejects where their sources still exist,
 and writes one file that needs no network. Writes nothing into the cache or the run.
 """
 
@@ -9,26 +9,27 @@ from __future__ import annotations
 import signal
 import tempfile
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import click
 from PIL import Image
 
-from pipeline import outputs, processes
-from pipeline.amounts import amount
-from pipeline.cache.cache import Cache
-from pipeline.cache.prompts import spread
-from pipeline.cache.snapshot import Snapshot
+from pipeline.base import processes
+from pipeline.base.amounts import amount
+from pipeline.base.errors import UserError, shown
 from pipeline.config import Config
-from pipeline.errors import UserError, shown
-from pipeline.reporting import page, report_page
-from pipeline.reporting.blocks import Card, Missing
-from pipeline.reporting.data_figures import Alike, Example, Reject, SnapshotFigures, Visits
-from pipeline.reporting.figures import collect
-from pipeline.reporting.further_figures import FurtherExample, further_recipes
-from pipeline.reporting.source_pictures import Embedded, SourcePictures, embedded
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.prompts import spread
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.tools import outputs
+from pipeline.tools.locations import cache_location
+from pipeline.tools.reporting import page, report_page
+from pipeline.tools.reporting.blocks import Card, Missing
+from pipeline.tools.reporting.data_figures import Alike, Example, Reject, SnapshotFigures, Visits
+from pipeline.tools.reporting.figures import collect
+from pipeline.tools.reporting.further_figures import FurtherExample, further_encodings
+from pipeline.tools.reporting.source_pictures import Embedded, SourcePictures, embedded
 
 PAGE = "report.html"
 T = TypeVar("T", Reject, Visits, Alike)
@@ -47,7 +48,7 @@ def run(
 
     Args:
         out: the file.
-        run, snapshot, compare: see `pipeline.reporting.figures.collect`.
+        run, snapshot, compare: see `reporting.figures.collect`.
         pictures: read the sources for thumbnails.
         gallery: how many latents are decoded, evenly spaced in the snapshot. 0 is the default because the decoder needs
             the weights of the VAE, and minutes where there is no GPU.
@@ -62,7 +63,7 @@ def run(
     outputs.check(config, out)
     page.check_out(out)
     figures, cache, opened = collect(
-        Path(config.train.output), partial(Cache.of, config), run=run, snapshot=snapshot, compare=compare
+        Path(config.train.output), cache_location(config).open, run=run, snapshot=snapshot, compare=compare
     )
     if opened is None and figures.run is None:
         raise _nothing(figures.missing)
@@ -113,8 +114,8 @@ def _nothing(missing: dict[str, Missing]) -> UserError:
 
 
 def _gallery(config: Config, snapshot: Snapshot, thumbnails: _Thumbnails | None, count: int) -> list[Card]:
-    """Decoded latents beside the pictures of their sources, with the captions."""
-    from pipeline.reporting import draw_latents, encoder_process  # torch, which other pages do not need
+    """Decoded latents next to the pictures of their sources, with the captions."""
+    from pipeline.tools.reporting import draw_latents, encoder_process  # torch, which other pages do not need
 
     rows = spread(len(snapshot), min(count, len(snapshot)))
     records = draw_latents.SnapshotTensors(snapshot)
@@ -161,9 +162,9 @@ class _Thumbnails:
         return replace(example, picture=Embedded(example.item))
 
     def of_sample(self, snapshot: Snapshot, example: FurtherExample) -> FurtherExample:
-        """The example with its picture as it is encoded, and the further pictures."""
+        """The example with its picture as it is encoded, and the control pictures and masks."""
         source, item, size = example.source, example.item, (example.height, example.width)
         shown = [embedded(self.photos.cropped(source, item, size), "picture")]
-        for kind, recipe in further_recipes(snapshot).items():
-            shown.append(embedded(self.photos.further(source, item, recipe, size), kind))
+        for kind, encoding in further_encodings(snapshot).items():
+            shown.append(embedded(self.photos.further(source, item, encoding, size), kind))
         return replace(example, pictures=shown)

@@ -20,14 +20,16 @@ from typing import Any
 import click
 import torch
 
-from pipeline import outputs
-from pipeline.amounts import amount
-from pipeline.cache.cache import Cache
-from pipeline.config import LOCAL_NAME, Config, Given, PicturesConfig, reads
-from pipeline.options import flat, put, value_at
-from pipeline.processes import INTERRUPTED, beside, call, command, free_memory, shown
-from pipeline.reporting import run_pictures
-from pipeline.training import changes, checkpoint, heldout
+from pipeline.base.amounts import amount
+from pipeline.base.options import flat, put, value_at
+from pipeline.base.processes import INTERRUPTED, alongside, call, command, free_memory, shown
+from pipeline.config import LOCAL_NAME, Config, Given, reads
+from pipeline.data.snapshots import provenance
+from pipeline.tools import outputs
+from pipeline.tools.locations import cache_location
+from pipeline.tools.reporting import run_pictures
+from pipeline.train.training import changes, checkpoint, heldout
+from pipeline.train.training.config import PicturesConfig
 
 PROMPTS = "prompts.txt"
 STAGES = ("encode", "bucket", "train", "sample", "export")
@@ -68,7 +70,7 @@ def run(
         given: what the file and `--set` say. path: of `--config`. overrides: of `--set`; each goes to the commands that
             read it.
         data: sources, as for `encode --data`.
-        prompts: as for `encode --prompts`; None: with `train.pictures` those of `prompts.txt` beside the
+        prompts: as for `encode --prompts`; None: with `train.pictures` those of `prompts.txt` next to the
             configuration or here.
 
     Returns:
@@ -95,7 +97,11 @@ def run(
         with _decoding(config, sampling) if step.words[0] == "train" else nullcontext():
             code, stopped_by = call(step.arguments)
         if code or stopped_by is not None:
-            what = f"was ended by {stopped_by.name};" if stopped_by else f"ended with {code}; once that is fixed,"
+            what = (
+                f"was ended by {stopped_by.name};"
+                if stopped_by
+                else f"ended with exit code {code}; once that is fixed,"
+            )
             click.echo(f"\nstopped: {step} {what} the same command goes on from here", err=True)
             return INTERRUPTED if stopped_by == signal.SIGINT else code
     for line in best(Path(config.train.output)):
@@ -118,7 +124,7 @@ def _decoding(config: Config, options: Sequence[str]) -> Iterator[None]:
     output = config.train.output
     click.echo(f"pictures while it trains: {output}, folders {run_pictures.FOLDER}")
     watching = ("sample", "--watch", output, *options, "--set", "encode.device=cpu")
-    with beside(command("--quiet", *watching)) as failure:
+    with alongside(command("--quiet", *watching)) as failure:
         yield
         if (why := failure()) is not None:
             click.echo(f"note: decoding while it trained ended early, the rest is decoded afterwards: {why}", err=True)
@@ -171,10 +177,9 @@ def check_unchanged(config: Config) -> None:
     output = Path(config.train.output)
     folder = checkpoint.newest(output / "checkpoints")
     if folder is not None:
-        cache = Cache.of(config)
-        changes.refuse(
-            output, changes.since(config, cache, checkpoint.read_document(folder), cache.snapshot_of("latest"))
-        )
+        cache, document = cache_location(config).open(), checkpoint.read_document(folder)
+        differing = provenance.since(cache, document.state.snapshot, cache.snapshot_of("latest"))
+        changes.refuse(output, [*changes.of_weights(config.model.weights, document), *differing])
 
 
 def _options(stage: str, given: Given, path: str | None, overrides: Sequence[str]) -> list[str]:
@@ -193,7 +198,7 @@ def _options(stage: str, given: Given, path: str | None, overrides: Sequence[str
 
 
 def _prompts(config: Config, file: Path) -> str | None:
-    """The file of prompts beside the configuration, if there is one; none where no pictures are drawn, or another set
+    """The file of prompts next to the configuration, if there is one; none where no pictures are drawn, or another set
     is named."""
     if config.train.pictures is None or config.train.pictures.prompts is not None:
         return None

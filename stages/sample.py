@@ -25,27 +25,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pipeline import outputs
-from pipeline.cache.cache import Cache
-from pipeline.cache.prompts import spread
-from pipeline.cache.snapshot import Head
+from pipeline.base.errors import CacheError, ConfigError, UserError, writing
+from pipeline.base.hub import listed, open_tensors, resolve
+from pipeline.base.launch import check_compiler, gpus, resolve_device, set_tf32
+from pipeline.base.metrics.trackers import PictureTrackers
 from pipeline.config import Config
-from pipeline.errors import CacheError, ConfigError, UserError, writing
-from pipeline.launch import check_compiler, gpus, resolve_device, set_tf32
-from pipeline.metrics.trackers import PictureTrackers
-from pipeline.models.adapters import Adapter, adapter_from
-from pipeline.models.encoders import vae_shape
-from pipeline.models.hub import listed, open_tensors, resolve
-from pipeline.models.sampler import Sampling
-from pipeline.reporting import draw_latents, encoder_process, run_pictures
-from pipeline.reporting.draw_latents import DrawnLatent
-from pipeline.reporting.source_pictures import SourcePictures
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.sources import caption_rules
-from pipeline.training import checkpoint as checkpoints
-from pipeline.training import lock
-from pipeline.training.base_weights import first_weights, whole_weights
+from pipeline.data.cache.prompts import spread
+from pipeline.data.cache.snapshot_head import Head
+from pipeline.data.encoders.vae import vae_shape
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
+from pipeline.data.sources import caption_rules
+from pipeline.tools import outputs
+from pipeline.tools.locations import cache_location
+from pipeline.tools.reporting import draw_latents, encoder_process, run_pictures
+from pipeline.tools.reporting.draw_latents import DrawnLatent
+from pipeline.tools.reporting.source_pictures import SourcePictures
+from pipeline.train.models.adapters import Adapter, adapter_from
+from pipeline.train.models.sampler import Sampling
+from pipeline.train.training import checkpoint as checkpoints
+from pipeline.train.training import lock
+from pipeline.train.training.base_weights import first_weights, whole_weights
 
 FOLDER = Path("samples")
 """The folder of the pictures, unless another is given."""
@@ -95,7 +95,7 @@ def run(
     """
     outputs.check(config, FOLDER if out is None else out)
     config, stored, controlled = _trained(config, checkpoint, ema)
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     opened = cache.open_snapshot(snapshot)
     if controlled is not None and CONTROL not in opened.pictures:
         raise ConfigError(
@@ -103,7 +103,7 @@ def run(
             fix="--snapshot NAME of one with them, or --prompt TEXT --control FILE",
         )
     architecture, columns = stored.architecture, _columns(config, stored, scale, base)
-    channels, text_width = opened.recipe(LatentRecipe).channels, opened.recipe(TextRecipe).width
+    channels, text_width = opened.encoding(LatentEncoding).channels, opened.encoding(TextEncoding).width
     architecture.check_widths(f"snapshot {opened.id[:12]}", _FIX, channels=channels, text_width=text_width)
     wanted = min(count or CAPTIONS, len(opened))
     if wanted < (count or CAPTIONS):
@@ -144,13 +144,13 @@ def run(
 def _trained(config: Config, checkpoint: str, ema: bool) -> tuple[Config, checkpoints.ModelTensors, Adapter | None]:
     """The configuration as of the training, the weights, and the ControlNet among them (None: it has none)."""
     set_tf32(config.train.tf32)
-    stored = checkpoints.ModelTensors(checkpoints.find(config, checkpoint), ema=ema)
+    stored = checkpoints.ModelTensors(checkpoints.find(config.train.output, checkpoint), ema=ema)
     adapter = adapter_from(stored.document.adapter)
     controlled = adapter if adapter is not None and adapter.stays else None
-    trained = checkpoints.as_trained(config, stored.document.config)
-    for line in checkpoints.other_drawing(config, trained):
+    trained = checkpoints.as_trained(config.train, stored.document.config)
+    for line in checkpoints.other_drawing(config.train, trained):
         _log(f"note: drawn as {stored.folder} was trained: {line}")
-    return trained, stored, controlled
+    return config.model_copy(update={"train": trained}), stored, controlled
 
 
 def _sampling(config: Config) -> Sampling:
@@ -164,8 +164,9 @@ def _columns(
     is_adapter = stored.document.adapter is not None
     if not is_adapter and scale is not None:
         raise ConfigError(f"{stored.folder} holds a whole model, not an adapter", fix="leave --adapter-scale out")
-    first = partial(whole_weights, config, stored, 0.0) if is_adapter else partial(_first_weights, stored)
-    last = partial(whole_weights, config, stored, 1.0 if scale is None else scale)
+    whole = partial(whole_weights, config.model.weights, config.train.seed, stored)
+    first = partial(whole, 0.0) if is_adapter else partial(_first_weights, stored)
+    last = partial(whole, 1.0 if scale is None else scale)
     return {**({BASE: first} if base else {}), DRAWN: last}
 
 
@@ -173,7 +174,7 @@ def _first_weights(stored: checkpoints.ModelTensors) -> Mapping[str, Tensor] | N
     try:
         return first_weights(stored)
     except UserError as error:
-        _log(f"note: what the run began from is not drawn with it: {error.line}")
+        _log(f"note: the weights that the run began from are not drawn for comparison: {error.line}")
         return None
 
 
@@ -222,7 +223,7 @@ def _drawn_there(out: Path) -> set[Path]:
 
 
 def _free(work: Path) -> Path:
-    """`FOLDER`, or with a number the first beside it that is new, empty or holds the drawing in `work`; made."""
+    """`FOLDER`, or with a number the first next to it that is new, empty or holds the drawing in `work`; made."""
     pictures = {path.name: path.read_bytes() for path in (work / "pictures").iterdir()}
     for number in itertools.count(1):
         out = FOLDER if number == 1 else FOLDER.with_name(f"{FOLDER.name}-{number}")
@@ -244,13 +245,13 @@ def _working(out: Path | None) -> Iterator[Path]:
     """A temporary folder in that of the pictures, made before anything is drawn.
 
     Args:
-        out: None: `FOLDER`, or one beside it.
+        out: None: `FOLDER`, or one next to it.
 
     Raises:
         UserError: it cannot be made; pictures of somebody else would be replaced.
     """
     if out is None:
-        with writing(FOLDER, "check the rights, or give --out"):
+        with writing(FOLDER, "check the permissions, or give --out"):
             with tempfile.TemporaryDirectory(prefix=f".{FOLDER.name}-partial-", dir=FOLDER.parent) as beside:
                 yield Path(beside)
         return
@@ -261,7 +262,7 @@ def _working(out: Path | None) -> Iterator[Path]:
             found=there[0].name,
             fix="another --out",
         )
-    with writing(out, "check the rights, or give another --out"):
+    with writing(out, "check the permissions, or give another --out"):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
             yield Path(work)
@@ -284,7 +285,7 @@ def run_prompts(
 
     Args:
         checkpoint, out, ema, scale, base: as in `run`.
-        prompts: equal ones (after the text recipe's normalisation) are drawn once.
+        prompts: equal ones (after the text encoding's normalisation) are drawn once.
         height, width: of the pictures in pixels (None: `data.resolution`).
         control: the control picture of a ControlNet, a file; it is cropped as those of a data set.
 
@@ -297,7 +298,7 @@ def run_prompts(
         held = "a ControlNet, which draws with a control picture" if control is None else "no ControlNet"
         fix = "--control FILE" if control is None else "leave --control out"
         raise ConfigError(f"{stored.folder} holds {held}", fix=fix)
-    latent, text = recipes_of(config, stored.document.state.snapshot)
+    latent, text = encodings_of(config, stored.document.state.snapshot)
     compression, channels = (
         (latent.compression, latent.channels) if latent else vae_shape(resolve(config.vae, ("config.json",)))
     )
@@ -307,13 +308,13 @@ def run_prompts(
         caption_rules.check_prompt(prompt, "--prompt")
     with _working(out) as work:
         encoded, drawn_from = encoder_process.encode_prompts(config, prompts, work, control, size)
-        if text is not None and text != (configured := replace(encoded.recipe, storage=text.storage)):
+        if text is not None and text != (configured := replace(encoded.encoding, storage=text.storage)):
             raise ConfigError(
-                f"{stored.folder} was trained with another text recipe (trained | configured)",
+                f"{stored.folder} was trained with another text encoding (trained | configured)",
                 found="; ".join(text.difference(configured)),
                 fix="--config FILE, that of the training",
             )
-        widths = {"channels": channels, "text_width": encoded.recipe.width}
+        widths = {"channels": channels, "text_width": encoded.encoding.width}
         stored.architecture.check_widths("the configured encoders", _FIX, **widths)
         columns = _columns(config, stored, scale, base)
         _log(f"drawing {len(encoded)} pictures of {size[0]}x{size[1]} with {stored}")
@@ -378,30 +379,31 @@ def decode(config: Config, latents: Path, out: Path) -> int:
     """
     from PIL import Image
 
-    from pipeline.models.encoders import LatentDecoder
+    from pipeline.data.encoders.vae import LatentDecoder
 
     with open_tensors(latents) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     set_tf32(config.train.tf32)
     decoder = LatentDecoder.load(config.vae, resolve_device(config.encode.device, option="encode.device"))
-    with writing(out, "check the rights, or give another --out"):
+    with writing(out, "check the permissions, or give another --out"):
         out.mkdir(parents=True, exist_ok=True)
         for name, tensor in tensors.items():
             Image.fromarray(decoder.decode(tensor[None])[0]).save(out / f"{name}.png")
     return 0
 
 
-def recipes_of(config: Config, snapshot: str) -> tuple[LatentRecipe | None, TextRecipe | None]:
-    """The recipes that a model was trained with; None if its snapshot is not in the cache."""
+def encodings_of(config: Config, snapshot: str) -> tuple[LatentEncoding | None, TextEncoding | None]:
+    """The encodings that a model was trained with; None if its snapshot is not in the cache."""
     try:
-        cache = Cache.if_there(config)
+        cache = cache_location(config).open_if_there()
         if cache is not None:
             head = Head.read(cache.files, snapshot)
-            return head.recipe(LatentRecipe), head.recipe(TextRecipe)
+            return head.encoding(LatentEncoding), head.encoding(TextEncoding)
     except CacheError:
         pass
     _log(
-        f"snapshot {snapshot[:12]} of the training is not in {config.cache}: its encoders are taken for the configured"
+        f"snapshot {snapshot[:12]} of the training is not in {config.cache}: the configured encoders are taken for "
+        "those of the training"
     )
     return None, None
 
@@ -425,14 +427,14 @@ def publish(
     is known as ours. Of an earlier drawing nothing stays in the folder.
 
     Args:
-        out: None: `FOLDER`, or a folder beside it if that holds another drawing (`_free`).
+        out: None: `FOLDER`, or a folder next to it if that holds another drawing (`_free`).
         latents: by title of their column.
         rows: of the table, a picture each.
         photos: of the first column, for rows with a `source`.
     """
     from PIL import Image
 
-    from pipeline.reporting.contact_sheet import SheetRow, contact_sheet
+    from pipeline.tools.reporting.contact_sheet import SheetRow, contact_sheet
 
     decode_in_subprocess(config, latents, work)
     origin = {"checkpoint": stored.folder.name, "weights": stored.weights}

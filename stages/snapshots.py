@@ -6,12 +6,13 @@ import json
 
 import click
 
-from pipeline.amounts import amount
-from pipeline.cache import compare, layout
-from pipeline.cache.cache import MOVING, Cache, check_snapshot_name, name_taken
-from pipeline.cache.snapshot import Snapshot
+from pipeline.base.amounts import amount
+from pipeline.base.errors import IntegrityError, escaped
 from pipeline.config import Config
-from pipeline.errors import IntegrityError, escaped
+from pipeline.data.cache import compare, layout
+from pipeline.data.cache.cache import MOVING, check_snapshot_name, name_taken
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.tools.locations import cache_location
 
 SHOWN = 20
 """Samples of each kind that `diff` names without `--json`."""
@@ -26,7 +27,7 @@ def run(config: Config, as_json: bool = False) -> int:
     Raises:
         CacheError: there is no cache.
     """
-    entries = compare.listed(Cache.of(config))
+    entries = compare.listed(cache_location(config).open())
     damaged = [entry for entry in entries if "damaged" in entry]
     if as_json:
         click.echo(json.dumps({"snapshots": entries}))
@@ -61,7 +62,7 @@ def name(config: Config, snapshot: str, label: str, move: bool = False) -> int:
         CacheError: no such snapshot.
     """
     check_snapshot_name(label)
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     snapshot_id = cache.open_snapshot(snapshot).id
     current = cache.snapshot_of(label) if label in MOVING else None  # only `bucket` moves these unasked
     if current not in (None, snapshot_id) and not move:
@@ -83,7 +84,7 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
     Raises:
         CacheError: no such snapshot, or it is damaged.
     """
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     first, second = cache.open_snapshot(a), cache.open_snapshot(b)
     difference = compare.difference(first, second)
     kinds = {
@@ -93,7 +94,7 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
     }
     if as_json:
         report: dict[str, object] = {"a": first.id, "b": second.id}
-        report["signals"], report["recipes"] = list(difference.signals), list(difference.recipes)
+        report["signals"], report["encodings"] = list(difference.signals), list(difference.encodings)
         for kind, samples in kinds.items():
             report[kind] = [
                 {"source": source, "item": item, **({"what": list(what)} if what else {})}
@@ -109,8 +110,8 @@ def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
             click.echo(f"  and {len(samples) - SHOWN} more (--json names all)")
     for signal in difference.signals:
         click.echo(f"only {'A' if signal in first.pictures else 'B'} has records of the kind {signal}")
-    for signal in difference.recipes:
-        click.echo(f"records of the kind {signal} are of different recipes and are not compared")
+    for signal in difference.encodings:
+        click.echo(f"records of the kind {signal} have different encodings and are not compared")
     return 1 if difference else 0
 
 

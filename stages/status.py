@@ -16,12 +16,12 @@ from typing import Any
 
 import click
 
-from pipeline.amounts import amount, duration
-from pipeline.cache.cache import Cache
-from pipeline.cache.status import status
+from pipeline.base.amounts import amount, duration
+from pipeline.base.errors import IntegrityError, UserError
+from pipeline.base.metrics import rows
 from pipeline.config import Config
-from pipeline.errors import IntegrityError, UserError
-from pipeline.metrics import rows
+from pipeline.data.cache.status import status
+from pipeline.tools.locations import cache_location
 
 SILENT_S = 60.0
 """A process whose claim or lock is older is called silent, or not running."""
@@ -68,7 +68,7 @@ def watch(config: Config, every_s: float, as_json: bool = False) -> int:
 
 
 def _report(config: Config) -> dict[str, Any]:
-    return {**status(Cache.of(config)), "trainings": list(_trainings(Path(config.train.output)))}
+    return {**status(cache_location(config).open()), "trainings": list(_trainings(Path(config.train.output)))}
 
 
 def _trainings(output: Path) -> Iterator[dict[str, Any]]:
@@ -116,7 +116,7 @@ def _task_line(task: dict[str, Any]) -> str:
 
 def _training_line(row: dict[str, Any]) -> str:
     if "step" not in row:
-        return f"training {row['run']}: no row yet"
+        return f"training {row['run']}: no step yet"
     line = f"training {row['run']}: step {row['step']}, {row['left']} left"
     line += f" ({duration(row['left_s'])})" if row["left_s"] is not None else ""
     line += f", {row['images_per_s']:.1f} images/s, loss {row['loss']:.4f}, data {100 * row['data_wait']:.0f}%"

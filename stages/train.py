@@ -1,13 +1,13 @@
 """Stage `train`: a snapshot and a configuration in, a run directory with checkpoints out.
 
-What: opens the snapshot, finds what the run reads (`pipeline.training.inputs`), decides what is `auto`, and calls the
-trainer. A finished run gets its `summary.json`. No encoder is imported here.
+What: opens the snapshot and what else the run reads (`snapshots.opening`), decides what is `auto`, and calls
+the trainer. A finished run gets its `summary.json`. No encoder is imported here.
 Price: a snapshot must exist; `sana-pipe encode` and `sana-pipe bucket` make it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,31 +16,38 @@ from typing import TypeVar
 
 import torch
 
-from pipeline.cache.cache import Cache
-from pipeline.cache.snapshot import Snapshot
-from pipeline.config import Config, ParallelConfig, TrainConfig
-from pipeline.errors import ConfigError
-from pipeline.launch import Launch, check_compiler, detect, resolve_device
-from pipeline.loader import shard_prefetch
-from pipeline.loader.schedule import Schedule
-from pipeline.parallel.collectives import all_gather_objects, broadcast_from_rank_0
-from pipeline.parallel.mesh import agreed_device, open_mesh, reopening
-from pipeline.planning import auto
-from pipeline.planning.expectation import Expectation, expect
-from pipeline.planning.predict import Data, Machine
-from pipeline.planning.search import Search
-from pipeline.processes import follow_with
-from pipeline.reporting import run_pictures
-from pipeline.training import changes, checkpoint, summary
-from pipeline.training.build import architecture_of, with_text
-from pipeline.training.checkpoint import Document
-from pipeline.training.inputs import Inputs, find_inputs, task_of
-from pipeline.training.task import Context, Log, Report
-from pipeline.training.trainer import fit
+from pipeline.base.errors import ConfigError
+from pipeline.base.launch import Launch, check_compiler, detect, resolve_device
+from pipeline.base.processes import follow_with
+from pipeline.config import Config, reads, written
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.prompts import PromptSet
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.data.loader import shard_prefetch
+from pipeline.data.loader.inputs import Inputs
+from pipeline.data.loader.schedule import Schedule
+from pipeline.data.snapshots import opening, provenance
+from pipeline.tools.locations import cache_location
+from pipeline.tools.planning import auto
+from pipeline.tools.planning.expectation import Expectation, expect
+from pipeline.tools.planning.predict import Data, Machine
+from pipeline.tools.planning.search import Search
+from pipeline.tools.reporting import run_pictures
+from pipeline.train.config import TrainConfig
+from pipeline.train.parallel.collectives import all_gather_objects, broadcast_from_rank_0
+from pipeline.train.parallel.config import ParallelConfig
+from pipeline.train.parallel.mesh import agreed_device, open_mesh, reopening
+from pipeline.train.training import changes, checkpoint, summary
+from pipeline.train.training.assemble import objective_of
+from pipeline.train.training.build import architecture_of, text_layout
+from pipeline.train.training.checkpoint import Document
+from pipeline.train.training.inputs import task_of
+from pipeline.train.training.task import Context, Log, Report, TrainingTask, WrittenConfiguration
+from pipeline.train.training.trainer import fit
 
 T = TypeVar("T")
 _PREDICTION_S = 300
-"""Seconds that the other processes wait at least, beside the usual ones, for the predictions of the first."""
+"""Seconds that the other processes wait at least, in addition to the usual ones, for the predictions of the first."""
 Choice = str | Path | None
 """The choice of a checkpoint or a file, as the command line names it."""
 
@@ -65,7 +72,7 @@ def run(
 
     Raises:
         UserError: no snapshot, one that does not fit the model or that `gc` elsewhere may remove, a run directory in
-            use, and whatever `pipeline.training.checks` refuses.
+            use, and whatever `training.checks` refuses.
     """
     launch = reopening(detect(), config.patience_s)
     log = (log or (lambda line: print(line, flush=True))) if launch.is_main else (lambda line: None)
@@ -95,7 +102,7 @@ class _Call:
 
 
 def _summarize(last: Path, snapshot: Snapshot, log: Log) -> None:
-    """Write the summary of a finished run, and print it beside those of the runs that it began from."""
+    """Write the summary of a finished run, and print it next to those of the runs that it began from."""
     summary.summarize(last, checkpoint.read_document(last).state, snapshot.head)
     if len(summaries := summary.rounds(last.parents[1])) > 1:
         for line in summary.table(summaries):
@@ -119,7 +126,7 @@ def _for_the_smallest(config: Config, launch: Launch, machine: Machine, function
 
 
 def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
-    cache, launch, log = Cache.of(config), call.launch, call.log
+    cache, launch, log = cache_location(config).open(), call.launch, call.log
     resumed, chosen = _start(config, cache, call, snapshot)
     continued = None if resumed is None or resumed.begins else resumed.document
     opened = cache.open_snapshot(chosen)
@@ -134,27 +141,92 @@ def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
         config = _with_steps(config, opened, 0 if resumed is None else resumed.phase)
         log(f"{config.train.steps} steps: train.epochs of this snapshot")
     if snapshot is None and continued is not None and continued.state.step >= config.train.steps:
-        lines = changes.since(config, cache, continued, cache.snapshot_of("latest"))
+        differing = provenance.since(cache, continued.state.snapshot, cache.snapshot_of("latest"))
+        lines = [*changes.of_weights(config.model.weights, continued), *differing]
         changes.refuse(Path(config.train.output), lines)
     config = _as_encoded(config, cache, opened, log)
-    config, inputs = find_inputs(config, cache, opened, resumed, log)
+    config, inputs = open_inputs(config, cache, opened, resumed, log)
     data = Data.of(opened)
-    device = agreed_device(launch, config.patience_s, partial(_device, config, launch, log))
-    config = with_text(config, device)
+    device = agreed_device(launch, cache.patience_s, partial(_device, config, launch, log))
+    config = config.with_train(text=text_layout(config.train, device))
     if config.train.undecided:
         config = _decided(config, inputs, launch, device, data, continued, log)
 
     def predicted(context: Context) -> Expectation | None:
-        given = context.config
-        return expect(given.train, lambda: architecture_of(given, context.task), data, device, launch, context.log)
+        shape = partial(architecture_of, config.model, context.task.sample_size)
+        return expect(config.train, shape, data, device, launch, context.log)
 
     given = replace(
-        task_of(config, inputs, launch, call.quarantine), expect=predicted, accepted=partial(inputs.keep, cache)
+        training_task(config, inputs, launch, call.quarantine),
+        expect=predicted,
+        accepted=partial(opening.keep, cache, inputs),
     )
-    report = fit(config, given, launch, resume=call.resume, origin=call.origin, log=log)
+    report = fit(config.train, given, launch, resume=call.resume, origin=call.origin, log=log)
     if launch.is_main and report.stopped_by is None and report.checkpoint is not None:
         _summarize(report.checkpoint, opened, log)
     return report
+
+
+def open_inputs(
+    config: Config, cache: Cache, snapshot: Snapshot, resumed: checkpoint.Resumed | None, log: Log
+) -> tuple[Config, Inputs]:
+    """Open what a run reads next to its snapshot; returns the configuration with the ids of what was chosen, too. A
+    resumed run keeps its choice."""
+    for note in opening.unused_records(snapshot, objective_of(config.train).pictures):
+        log(note)
+    config, part = _validated_on(config, cache, snapshot, resumed, log)
+    earlier = None if part is None or resumed is None else (resumed.began_from or {}).get("heldout")
+    old = None if part is None else opening.earlier_part(cache, part, earlier, log)
+    config, prompts = _drawn(config, cache, snapshot, part, resumed, log)
+    preserve = config.train.preserve
+    rows = opening.preserved_rows(cache, snapshot, () if preserve is None else preserve.prompts)
+    phase = 0 if resumed is None else resumed.phase
+    return config, Inputs(snapshot, config.data.resolution, part, old, prompts, rows, phase)
+
+
+def _validated_on(
+    config: Config, cache: Cache, snapshot: Snapshot, resumed: checkpoint.Resumed | None, log: Log
+) -> tuple[Config, Snapshot | None]:
+    """The configuration with the id of the snapshot that the run is validated on, and that snapshot, if any."""
+    validation = config.train.validation
+    if validation is None:
+        for note in opening.unused_part(cache, snapshot):
+            log(note)
+        return config, None
+    name = validation.snapshot or (resumed and resumed.as_begun("validation.snapshot"))
+    part = opening.held_out(cache, snapshot, name, validation.samples, log)
+    return config.with_train(validation=validation.model_copy(update={"snapshot": part.id})), part
+
+
+def _drawn(
+    config: Config,
+    cache: Cache,
+    snapshot: Snapshot,
+    part: Snapshot | None,
+    resumed: checkpoint.Resumed | None,
+    log: Log,
+) -> tuple[Config, Sequence[PromptSet]]:
+    """The configuration with the name of the prompts that the run draws, and their sets, if any."""
+    pictures = config.train.pictures
+    if pictures is None:
+        return config, ()
+    if config.train.controlnet is not None:
+        prompts = opening.controls_to_draw(part or snapshot, pictures.size)
+    else:
+        name = pictures.prompts or (resumed and resumed.as_begun("pictures.prompts"))
+        prompts = opening.prompts_to_draw(cache, snapshot, name)
+    if not prompts:
+        log("note: no pictures are drawn: all captions are empty (sana-pipe encode --prompts FILE has others)")
+        return config.with_train(pictures=None), ()
+    log(f"pictures: {prompts.described}, every {pictures.every} steps")
+    return config.with_train(pictures=pictures.model_copy(update={"prompts": prompts.name})), prompts.sets
+
+
+def training_task(config: Config, inputs: Inputs, launch: Launch, quarantine: Choice = None) -> TrainingTask:
+    """The task of a run: its data, and what it needs of the other sections."""
+    tree = WrittenConfiguration(written(config), partial(reads, "train"))
+    task = task_of(config.train, inputs, launch, quarantine, model=config.model, sample=config.sample, written=tree)
+    return replace(task, textfile=config.metrics.textfile)
 
 
 def _device(config: Config, launch: Launch, log: Log) -> torch.device:
@@ -177,7 +249,7 @@ def _decided(
 
     def decide(machine: Machine) -> tuple[TrainConfig, list[str]]:
         def search() -> Search:
-            return Search(architecture_of(config, task_of(config, inputs, launch)), data, machine, config.bears)
+            return Search(architecture_of(config.model, inputs.sample_size), data, machine, config.supports)
 
         return auto.decide(config.train, machine, search, begun, log)
 
@@ -206,7 +278,7 @@ def _newer(config: Config, cache: Cache, opened: Snapshot, snapshot: str | None)
     if other in (None, opened.id) or snapshot is not None:
         return []
     return [
-        f"the run began with this snapshot and keeps it; the newest is {str(other)[:12]}: to train on that, sana-pipe "
+        f"the run began with this snapshot and keeps it; the newest is {str(other)[:12]}: to train on that: sana-pipe "
         f"train {checkpoint.beginning(Path(config.train.output))}"
     ]
 
@@ -214,7 +286,7 @@ def _newer(config: Config, cache: Cache, opened: Snapshot, snapshot: str | None)
 def _as_encoded(config: Config, cache: Cache, snapshot: Snapshot, log: Log) -> Config:
     """The configuration with the text that stands in front of the snapshot's captions, as the cache remembers it: the
     file may have changed since, and checkpoints and exports name it."""
-    given, known = config.data.caption_prefix, changes.prefixes(cache, snapshot.head)
+    given, known = config.data.caption_prefix, provenance.prefixes(cache, snapshot.head)
     if not known or given in known:
         return config
     encoded = next(filter(None, known), "")
@@ -233,7 +305,7 @@ def _with_steps(config: Config, snapshot: Snapshot, phase: int) -> Config:
     steps = Schedule.of(snapshot.head, seed=train.seed, phase=phase).steps_upto(train.epochs)
     if not steps:
         raise ConfigError(
-            f"train.epochs = {train.epochs} of snapshot {snapshot.id[:12]} are no step: no batch fills in them",
+            f"train.epochs = {train.epochs} of snapshot {snapshot.id[:12]} have no step: no bucket fills a batch",
             fix="more train.epochs, train.steps instead, or a snapshot with a smaller bucket.batch",
         )
     return config.with_train(steps=steps, epochs=None)

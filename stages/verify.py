@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
 import click
 
-from pipeline.amounts import amount
-from pipeline.cache import audit, layout
-from pipeline.cache.cache import Cache
-from pipeline.cache.findings import BACKUP, Finding, Replaced, named_snapshots, packs, recipe_names
-from pipeline.cache.layout import Paths
-from pipeline.cache.lost import repair_documents
+from pipeline.base.amounts import amount
+from pipeline.base.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError, expanded
 from pipeline.config import Config
-from pipeline.encoding.repair import Repairs, repair_table
-from pipeline.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError, expanded
-from pipeline.snapshots import packing
-from pipeline.work.progress import Progress
+from pipeline.data.cache import audit, layout
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.findings import BACKUP, Finding, Replaced, encoding_names, named_snapshots, packs
+from pipeline.data.cache.layout import Paths
+from pipeline.data.cache.lost import repair_documents
+from pipeline.data.encoding.encoder_settings import EncoderSettings
+from pipeline.data.encoding.repair import Repairs, repair_table
+from pipeline.data.encoding.unit_encoder import UnitEncoder
+from pipeline.data.signals import Encoders
+from pipeline.data.snapshots import packing
+from pipeline.data.work.progress import Progress
+from pipeline.tools.locations import cache_location
 
 
 def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_json: bool = False) -> int:
@@ -36,8 +41,8 @@ def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_jso
         CacheError: there is no cache.
         UserError: a repair needs a source or a model that is not there. All other damage is repaired first.
     """
-    cache = Cache.of(config)
-    repairs = Repairs(config, cache, dict(_pair(text) for text in data)) if repair else None
+    cache = cache_location(config).open()
+    repairs = _repairs(config, cache, data) if repair else None
     with Progress("files", None) as bar:
         report = _Report(cache, bar, log=not as_json)
         documents = report.add(audit.verify_documents(cache, report.count))
@@ -54,13 +59,20 @@ def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_jso
     if as_json:
         click.echo(json.dumps({"files": bar.done, "bytes": report.bytes, "ok": not left, "findings": report.rows()}))
     else:
-        result = f"{len(left)} damaged" if left else "all is right"
+        result = f"{len(left)} damaged" if left else "no damage"
         click.echo(f"{bar.done} files, {amount(report.bytes)} read: {result}")
         for fix in sorted({finding.fix for finding in left if not (repair and finding.fix == layout.REPAIR)}):
             click.echo(f"fix: {fix}")
     if error is not None:
         raise error
     return IntegrityError.exit_code if left else 0
+
+
+def _repairs(config: Config, cache: Cache, data: tuple[str, ...]) -> Repairs:
+    settings = EncoderSettings(Encoders(config.vae, config.text), config.encode, config.data.max_pixels)
+    encoder = UnitEncoder(settings, cache, {}, check=True)
+    others = partial(cache_location(config).open_others, config.bucket.caches)
+    return Repairs(encoder, config.data, others, dict(_pair(text) for text in data))
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -141,12 +153,12 @@ def _repair_documents(cache: Cache, findings: list[Finding], report: _Report) ->
     """Repair damaged documents; also write the copies that are missing, with or without findings."""
     lost, known = repair_documents(cache), {finding.path for finding in findings}
     names = sorted(name for name in lost - known if layout.is_document(name))
-    findings += report.add(Finding(name, "is lost with its copy, or lacks a table") for name in names)
+    findings += report.add(Finding(name, "is lost together with its copy, or lacks a table") for name in names)
     still = {finding.path for finding in audit.verify_documents(cache)} if findings else set()
     for finding in findings:
         if finding.path in lost:
             command = layout.way_out(finding.path)
-            report.outcome(finding.path, f"lost with its copy; what makes again what it was for: {command}")
+            report.outcome(finding.path, f"lost together with its copy; to make its content again: {command}")
         else:
             report.outcome(finding.path, FAILED if finding.path in still else "restored")
 
@@ -156,7 +168,8 @@ def _repair_contents(
 ) -> UserError | None:
     """Repair tables and shards, one after the other.
 
-    Tables come first, because repairing a shard reads them; then shards by recipe, so that each encoder is loaded once.
+    Tables come first, because repairing a shard reads them; then shards by encoding, so that each encoder is loaded
+    once.
 
     Args:
         replaced: updated.
@@ -169,7 +182,7 @@ def _repair_contents(
         AwayError, NoSpaceError: every other repair would fail, too.
     """
     first: UserError | None = None
-    for finding in sorted(findings, key=lambda finding: (not _is_table(finding.path), finding.recipe)):
+    for finding in sorted(findings, key=lambda finding: (not _is_table(finding.path), finding.encoding)):
         try:
             outcome = _repair_content(repairs, finding, replaced)
         except (AwayError, NoSpaceError):
@@ -209,7 +222,7 @@ def _repair_table(cache: Cache, finding: Finding) -> str:
         cache.files.set_aside(name)
         return SET_ASIDE
     outcome = f"failed: {BACKUP}" if finding.fix == layout.REPAIR else FAILED
-    for owner in (*recipe_names(cache), *packs(cache)):
+    for owner in (*encoding_names(cache), *packs(cache)):
         try:
             for plan in cache.plans(owner):
                 if repair_table(cache, owner, plan.number, digest):

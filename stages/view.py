@@ -9,16 +9,16 @@ from typing import Any
 
 import click
 
-from pipeline import outputs
-from pipeline.amounts import amount
-from pipeline.cache.cache import Cache
+from pipeline.base.amounts import amount
+from pipeline.base.errors import escaped
 from pipeline.config import Config
-from pipeline.errors import escaped
-from pipeline.reporting import page, sample_view
-from pipeline.reporting.blocks import Block, Card, Column, Heading, Table
-from pipeline.reporting.further_figures import further_recipes
-from pipeline.reporting.source_pictures import SourcePictures
-from pipeline.snapshots import near_samples
+from pipeline.data.snapshots import near_samples
+from pipeline.tools import outputs
+from pipeline.tools.locations import cache_location
+from pipeline.tools.reporting import page, sample_view
+from pipeline.tools.reporting.blocks import Block, Card, Column, Heading, Table
+from pipeline.tools.reporting.further_figures import further_encodings
+from pipeline.tools.reporting.source_pictures import SourcePictures
 
 
 def run(
@@ -45,7 +45,7 @@ def run(
         CacheError: no such snapshot; a record is damaged.
         ConfigError: `near` in a snapshot without hashes.
     """
-    cache = Cache.of(config)
+    cache = cache_location(config).open()
     opened = cache.open_snapshot(snapshot)
     row = sample_view.find(cache, opened, text)
     values, records = sample_view.describe(cache, opened, row)
@@ -59,7 +59,7 @@ def run(
     rows = [*_rows(values), *((kind, _record(values[kind])) for kind in opened.pictures)]
     if out is not None:
         outputs.check(config, out)
-        shown = sample_view.pictures(photos, values, records, further_recipes(opened))
+        shown = sample_view.pictures(photos, values, records, further_encodings(opened))
         captions = [Card([], caption["text"], _caption(caption)) for caption in values["captions"]]
         columns = Column[tuple[str, str]]("", lambda row: row[0]), Column[tuple[str, str]]("", lambda row: row[1])
         numbers = Table(columns, rows)
@@ -121,7 +121,7 @@ def _rows(values: dict[str, Any]) -> list[tuple[str, str]]:
                 f"scaled by {picture['upscale']:.3g}",
             ),
         ]
-    rows.append(("source", "the picture can be read" if values["readable"] else "the picture cannot be read any more"))
+    rows.append(("source", "the picture can be read" if values["readable"] else "the picture can no longer be read"))
     return rows
 
 

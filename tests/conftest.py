@@ -45,8 +45,8 @@ NARROW = ("model.arch.num_attention_heads=4", "model.arch.num_cross_attention_he
 LONGEST = """
     readme model_checking strategies dist_pipeline engines encode_faults memory_modes dist_training dist_optimizers
     checkpoint_processes pack_objects gpu_kit seams controlnet_samples planning process_end elastic_faults planned_runs
-    objects nvlabs_recipe compiled optimizers round_chains rounds training export_sample encode activation
-    encode_sources training_pictures kernels further_pictures bucket hostile_pictures gc scan
+    objects nvlabs_numerics compiled optimizers round_chains rounds training export_sample encode activation
+    encode_sources training_pictures kernels controls_and_masks bucket hostile_pictures gc scan
 """
 """Subjects of the files that take longest. They are begun first, so that no process waits for another at the end."""
 
@@ -122,7 +122,7 @@ def tiny_repo(made_once: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def photos(made_once: Callable[..., Path]) -> Path:
     """The demonstration's twelve photographs with captions. Do not write into it: copy it."""
-    from pipeline.demo import photographs
+    from pipeline.tools.demo import photographs
 
     return made_once("photos", photographs.demo_photos)
 

@@ -18,7 +18,7 @@ WORDS = frozenset(
     why with""".split()  # noqa: SIM905
 )
 """First words of a phrase without a verb."""
-OF_VALUES = frozenset(("of", "those", "what", "whether"))
+OF_VALUES = frozenset(("by", "how", "in", "of", "those", "what", "where", "whether"))
 """The same of what is said below a field or a constant."""
 _KINDS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -1,4 +1,4 @@
-"""Mutation testing by room: `make mutants ROOM=cache`, or `python -m tests.mutants pipeline/cache/codec.py`.
+"""Mutation testing by room: `make mutants ROOM=cache`, or `python -m tests.mutants pipeline/data/cache/codec.py`.
 
 mutmut edits every expression of the files in turn, in a clone of the last commit; `support/mutant_trials.py` runs the
 tests that reach it, and mypy looks at those that live. Prints the mutants that neither kills, a table, and a line of
@@ -38,48 +38,48 @@ WANTED = 0.95
 # read the sources themselves cannot pass on edited copies.
 ROOMS = {
     "cache": (
-        ["pipeline/cache/*"],
+        ["pipeline/data/cache/*"],
         "audit bucket cache cache_layout claims disk_space documents edges engines estimate unit_folders fuzz gc "
         "golden integrity_law large_tables loader loader_laws missing_work objects pack pack_objects "
         "patience prompts reads repair scan scratch snapshot_chunks snapshot_head storage synced urls web_cache",
     ),
     "sources": (
-        ["pipeline/sources/*"],
+        ["pipeline/data/sources/*"],
         "caption_rules captions documents edges encode encode_sources estimate fuzz prompts reasons remote scan "
         "source sources tag_sets urls web_tables",
     ),
     "images": (
-        ["pipeline/images/*"],
+        ["pipeline/data/images/*"],
         "bucket buckets edges encode estimate image source",
     ),
     "snapshots": (
-        ["pipeline/snapshots/*"],
+        ["pipeline/data/snapshots/*"],
         "bucket buckets caption_rules captions edges golden large_tables missing_work pack pack_objects reasons "
         "scratch snapshot_chunks snapshot_head validation",
     ),
     "loader": (
-        ["pipeline/loader/*"],
+        ["pipeline/data/loader/*"],
         "block_order bucket captions edges golden integrity_law loader loader_laws pack pack_objects reads schedule "
         "scratch shard_prefetch snapshot_head validation",
     ),
     "work": (
-        ["pipeline/work/*", "pipeline/metrics/*"],
+        ["pipeline/data/work/*", "pipeline/base/metrics/*"],
         "caption_rules claims disk_space encode engines unit_folders lock metrics plan_once scan terminal throughput",
     ),
     "encoding": (
-        ["pipeline/encoding/*"],
+        ["pipeline/data/encoding/*"],
         "caption_rules disk_space documents edges encode encode_sources estimate unit_folders image_batch "
         "large_tables missing_work pack plan_once prompts remote repair scan storage text_mode",
     ),
     "training": (
         [
-            "pipeline/training/*",
-            "pipeline/training/optimizers/*",
-            "pipeline/models/objective.py",
-            "pipeline/models/sampler.py",
+            "pipeline/train/training/*",
+            "pipeline/train/training/optimizers/*",
+            "pipeline/train/models/flow_matching.py",
+            "pipeline/train/models/sampler.py",
         ],
         "checkpoint feeding foreign_checkpoint golden launch lock loss_band memory_modes "
-        "nvlabs_docs nvlabs_recipe objective optimizers pipeline_parallel planned_runs planning residual rounds "
+        "nvlabs_docs nvlabs_numerics flow_matching optimizers pipeline_parallel planned_runs planning residual rounds "
         "sampler strategies terminal throughput training training_pictures validation",
     ),
 }
@@ -187,7 +187,7 @@ def _tests(files: list[str]) -> list[str]:
         if any(fnmatch.fnmatch(file, pattern) for file in files for pattern in patterns)
         for subject in subjects.split()
     }
-    return [f"tests/test_{subject}.py" for subject in sorted(subjects)]
+    return [str(next((ROOT / "tests").rglob(f"test_{subject}.py")).relative_to(ROOT)) for subject in sorted(subjects)]
 
 
 def _mutants(copy: Path, files: list[str]) -> set[str]:

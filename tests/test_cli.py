@@ -19,10 +19,10 @@ import click
 import pytest
 
 import pipeline
-from pipeline import processes
+from pipeline.base import processes
+from pipeline.base.errors import EXIT_CODES, CacheError, IntegrityError, UserError
 from pipeline.cli import INTERRUPTED, cli, main
-from pipeline.config import OptimConfig
-from pipeline.errors import EXIT_CODES, CacheError, IntegrityError, UserError
+from pipeline.train.training.config import OptimConfig
 from tests.support.command_lines import dry_run, words_of
 from tests.support.import_graph import imports, module_name, nodes
 from tests.support.messages import naming
@@ -637,7 +637,7 @@ def test_every_error_has_a_code_of_its_kind_in_the_table() -> None:
 
     for package in (pipeline, stages):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            if module.name != "pipeline.work.ray_engine":  # ray need not be installed
+            if module.name != "pipeline.data.work.ray_engine":  # ray need not be installed
                 importlib.import_module(module.name)
     kinds_by_code: dict[int, set[type[UserError]]] = {}
     todo: list[type[UserError]] = [UserError]
@@ -664,11 +664,11 @@ def test_the_table_names_the_codes_that_a_command_can_give() -> None:
     targets = {module: [target for _, target in imports(path, root)] for module, path in modules.items()}
     nodes.cache_clear()
     raisers = {
-        5: ("pipeline.encoding.rejects", "RejectRateError"),
-        7: ("pipeline.training.metadata_reader", "CheckpointError"),
-        8: ("pipeline.reporting.encoder_process", "DecodeError"),
-        9: ("pipeline.training.step", "NonFiniteError"),
-        10: ("pipeline.training.lock", "RunTaken"),
+        5: ("pipeline.data.encoding.rejects", "RejectRateError"),
+        7: ("pipeline.train.training.metadata_reader", "CheckpointError"),
+        8: ("pipeline.tools.reporting.encoder_process", "DecodeError"),
+        9: ("pipeline.train.training.step", "NonFiniteError"),
+        10: ("pipeline.train.training.lock", "RunTaken"),
     }
     # export and sample read checkpoints with the module that also writes them, under the run's lock; inspect and report
     # print what is wrong with one
@@ -702,7 +702,7 @@ def test_the_table_names_the_codes_that_a_command_can_give() -> None:
             for code, (module, kind) in raisers.items()
             if module in reached and f"raise {kind}(" in modules[module].read_text() and (code, name) not in apart
         }
-        if "pipeline.training.feeding" in reached:  # raises a RejectRateError after the run has saved
+        if "pipeline.train.training.feeding" in reached:  # raises a RejectRateError after the run has saved
             able |= {5}
         assert {code for code in raisers if name in EXIT_CODES[code][1]} == able, name
 

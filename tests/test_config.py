@@ -18,11 +18,13 @@ from pydantic import BaseModel
 
 import stages.config
 from pipeline import config as module
-from pipeline.config import Config, dump, find, load, load_given, option_fields, setting, shipped
-from pipeline.errors import ConfigError, UserError
-from pipeline.options import section_of
-from pipeline.training.recipes.control import Controlled
-from pipeline.yaml_text import as_yaml, from_yaml
+from pipeline.base.config import setting
+from pipeline.base.errors import ConfigError, UserError
+from pipeline.base.options import section_of
+from pipeline.base.yaml_text import as_yaml, from_yaml
+from pipeline.config import Config, dump, find, load, load_given, option_fields, shipped
+from pipeline.train.training.config import OptimConfig
+from pipeline.train.training.objectives.control import Controlled
 from tests.support.messages import naming
 from tests.support.parameters import first_quick
 
@@ -500,7 +502,7 @@ def test_every_shipped_configuration_trains(
 ) -> None:
     """One optimizer step of everything that the file says of training, for a small model on a real cache."""
     import stages.train
-    from pipeline.training import metrics
+    from pipeline.train.training import metrics
 
     small = load("tiny").model.arch
     assert small is not None
@@ -607,7 +609,7 @@ def test_one_section_or_option_is_printed_alone(capsys: pytest.CaptureFixture[st
     stages.config.run(*load_given("tiny"), "train.optim")
     tree = from_yaml(capsys.readouterr().out)
     assert list(tree) == ["train"] and list(tree["train"]) == ["optim"]
-    assert list(tree["train"]["optim"]) == list(module.OptimConfig.model_fields)
+    assert list(tree["train"]["optim"]) == list(OptimConfig.model_fields)
     with pytest.raises(ConfigError, match=r"train\.optim"):
         stages.config.run(*load_given("tiny"), "train.optin")
     with pytest.raises(

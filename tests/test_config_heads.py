@@ -1,4 +1,4 @@
-"""Every number in the head of a shipped configuration is derived here or stands beside its source."""
+"""Every number in the head of a shipped configuration is derived here or stands next to its source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from pipeline.cli import cli
 from pipeline.config import load, shipped
-from pipeline.training import optimizers
+from pipeline.train.training import optimizers
 from stages import demo
 from tests.support import hub_layouts
 from tests.support.sana_shapes import SHAPES
@@ -54,7 +54,7 @@ SOURCED = {
     "sana15_1600m_1024": ["1e-4 for new concepts", "that of Sana 1.0 (1.0), with the same encoder, as its authors say"],
     "sana15_4800m_1024": ["1e-4 for new concepts"],
     LORA: [
-        "4.4 GiB at 1024 x 1024 (measured on an H100, docs/gpu.md)",
+        "4.4 GiB at 1024 x 1024 (measured on an H100, docs/measurements.md)",
         "0.33 s a step on a 4090 (estimated by sana-pipe plan)",
         "(predicted by sana-pipe plan --gpu 3060)",
         "some forty pictures, on one GPU of 24 or 12 GB",

@@ -171,7 +171,7 @@ def test_no_fix_is_a_pipe_when_it_is_pasted(trees: dict[str, ast.Module]) -> Non
     assert [(path, text) for path, text in fixes_in(trees) if "|" in re.sub("'[^']*'", "", text)] == []
 
 
-MENDED = {"pipeline/cache/files.py", "pipeline/encoding/last_scan.py", "pipeline/work/disk_space.py"}
+MENDED = {"pipeline/data/cache/files.py", "pipeline/data/encoding/last_scan.py", "pipeline/data/work/disk_space.py"}
 """Their messages say what the program does about the error."""
 
 

@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from pipeline import launch
-from pipeline.config import ParallelConfig, load
-from pipeline.encoding import unit_encoder
-from pipeline.errors import ConfigError, UserError, printed_first, was_printed
-from pipeline.launch import (
+from pipeline.base import launch
+from pipeline.base.errors import ConfigError, UserError, printed_first, was_printed
+from pipeline.base.launch import (
     Launch,
     check_accelerate,
     check_restart,
@@ -31,11 +29,15 @@ from pipeline.launch import (
     resolve_device,
     share_of_work,
 )
-from pipeline.parallel import collectives, mesh
-from pipeline.planning import auto
-from pipeline.training import metrics
-from pipeline.training.checks import check_inputs
-from pipeline.training.trainer import fit
+from pipeline.config import load
+from pipeline.data.encoding import unit_encoder
+from pipeline.tools.planning import auto
+from pipeline.train.config import TrainConfig
+from pipeline.train.parallel import collectives, mesh
+from pipeline.train.parallel.config import ParallelConfig
+from pipeline.train.training import metrics
+from pipeline.train.training.checks import check_inputs
+from pipeline.train.training.trainer import fit
 from stages import sample
 from tests.support.messages import naming
 from tests.support.workers import mortal_run, tiny_run
@@ -158,11 +160,16 @@ AGREEING = {
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
+def asked(train: TrainConfig) -> dict[str, str]:
+    """What `check_accelerate` compares."""
+    return {"precision": train.precision, "compiled": train.compile, "chosen": train.device}
+
+
 def test_settings_of_accelerate_that_agree_are_accepted() -> None:
     train = tiny_run.config(precision="bf16").train
     for environ in (AGREEING, {}):
-        check_accelerate(train, CUDA, environ)
-    check_accelerate(train, CPU, {**AGREEING, "ACCELERATE_USE_CPU": "True"})
+        check_accelerate(CUDA, **asked(train), environ=environ)
+    check_accelerate(CPU, **asked(train), environ={**AGREEING, "ACCELERATE_USE_CPU": "True"})
 
 
 @pytest.mark.parametrize(
@@ -183,7 +190,7 @@ def test_settings_of_accelerate_that_agree_are_accepted() -> None:
 def test_settings_of_accelerate_that_contradict_are_named(name: str, value: str) -> None:
     train = tiny_run.config(precision="bf16").train
     with pytest.raises(UserError) as caught:
-        check_accelerate(train, CUDA, {**AGREEING, name: value})
+        check_accelerate(CUDA, **asked(train), environ={**AGREEING, name: value})
     assert f"{name}={value}" in str(caught.value)
     assert str(caught.value).count(", but ") == 1, "only the contradiction is named"
 
@@ -193,24 +200,24 @@ def test_settings_of_accelerate_that_contradict_are_named(name: str, value: str)
 )
 def test_a_precision_has_one_name_with_accelerate(precision: str, accelerate_name: str) -> None:
     train = tiny_run.config(precision=precision).train
-    check_accelerate(train, CPU, {"ACCELERATE_MIXED_PRECISION": accelerate_name})
+    check_accelerate(CPU, **asked(train), environ={"ACCELERATE_MIXED_PRECISION": accelerate_name})
     for other in {"no", "bf16", "fp16", "fp8"} - {accelerate_name}:
         with pytest.raises(UserError, match=f"train.precision is {precision} "):
-            check_accelerate(train, CPU, {"ACCELERATE_MIXED_PRECISION": other})
+            check_accelerate(CPU, **asked(train), environ={"ACCELERATE_MIXED_PRECISION": other})
 
 
 def test_a_training_asks_both_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = tiny_run.config(tmp_path / "run", parallel={"dp_replicate": 2, "dp_shard": 1})
     task, two = tiny_run.task(settings), Launch(world=2, local_world=2)
-    check_inputs(settings, task, two, print)
+    check_inputs(settings.train, task, two, print)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="USE_FSDP=true, but train"):
-        check_inputs(settings, task, two, print)
+        check_inputs(settings.train, task, two, print)
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(UserError, match="--resume auto"):
-        check_inputs(settings, task, two, print)
+        check_inputs(settings.train, task, two, print)
 
 
 def test_devices() -> None:
@@ -342,10 +349,10 @@ def test_kernels_are_refused_before_a_run_where_nothing_compiles_them(
 _ONE_OF_TWO = """
 import sys
 import torch
-from pipeline.config import ParallelConfig
-from pipeline.errors import UserError
-from pipeline.launch import detect
-from pipeline.parallel import mesh
+from pipeline.train.parallel.config import ParallelConfig
+from pipeline.base.errors import UserError
+from pipeline.base.launch import detect
+from pipeline.train.parallel import mesh
 
 launch = mesh.reopening(detect(), 0)
 def lacking(): raise UserError("the GPU of this machine cannot be used", found="a driver that is too old")
@@ -401,7 +408,7 @@ def test_training_in_fp32_is_fp32_unless_tf32_is_allowed(tmp_path: Path, tf32: C
     for allowed in (True, False):
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = not allowed, not allowed
         settings = tiny_run.config(tmp_path / str(allowed), steps=1, tf32=allowed)
-        fit(settings, tiny_run.task(settings), Launch(), log=lambda line: None)
+        fit(settings.train, tiny_run.task(settings), Launch(), log=lambda line: None)
         assert tf32() == (allowed, allowed)
         (start, *_) = (tmp_path / str(allowed) / "metrics.jsonl").read_text().splitlines()
         assert json.loads(start)["tf32"] is allowed
@@ -441,7 +448,7 @@ def test_blocks_of_the_allocator_grow_unless_the_user_has_set_it_up(monkeypatch:
 
 def test_the_allocator_is_set_up_before_torch_is_imported() -> None:
     code = (
-        "import os, sys; from pipeline import launch; set_up = launch.prefer_expandable_segments\n"
+        "import os, sys; from pipeline.base import launch; set_up = launch.prefer_expandable_segments\n"
         "def spy(): print('torch' in sys.modules); set_up(); print(os.environ['PYTORCH_ALLOC_CONF']); sys.exit()\n"
         "launch.prefer_expandable_segments = spy\n"
         "from pipeline.cli import main; main(['train', '--config', 'tiny', '--set', 'cache=/nowhere'])"
@@ -581,11 +588,10 @@ def test_accelerate_launch_sets_the_variables_that_are_read(tmp_path: Path) -> N
     script = tmp_path / "ask.py"
     script.write_text(
         "import torch\n"
-        "from pipeline.config import TrainConfig\n"
-        "from pipeline.launch import check_accelerate, detect\n"
+        "from pipeline.base.launch import check_accelerate, detect\n"
         "launch = detect()\n"
         "print(launch)\n"
-        "check_accelerate(TrainConfig(precision='bf16'), torch.device('cpu'))\n"
+        "check_accelerate(torch.device('cpu'), precision='bf16', compiled='auto', chosen='auto')\n"
     )
     root = Path(__file__).resolve().parent.parent
     environ = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.launch import check_accelerate
+from pipeline.base.launch import check_accelerate
 from tests.support.workers import tiny_run
 
 RECIPES = tiny_run.ROOT / "configs" / "launch"
@@ -65,7 +65,8 @@ def test_accelerate_understands_its_recipes(recipe: str, words: list[str]) -> No
     if "train" in parsed.training_script_args:
         train = tiny_run.config(precision="bf16", activation_checkpointing="full").train
         new = {name: value for name, value in environ.items() if name not in os.environ}
-        check_accelerate(train, torch.device("cuda"), new)
+        given = {"precision": train.precision, "compiled": train.compile, "chosen": train.device}
+        check_accelerate(torch.device("cuda"), **given, environ=new)
 
 
 def test_the_recipes_are_read() -> None:

@@ -16,54 +16,62 @@ from tests.support.import_graph import imports, module_name, nodes
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Longest matching prefix decides. A room may always import itself; each permission is used by somebody.
+# Longest matching prefix decides. A room may always import itself; each permission is used by somebody. Wings look down
+# only: tools, train, data, base; a test holds it. `config` composes the sections of data and train.
 ALLOWED: dict[str, set[str]] = {
     room: {f"pipeline.{name}" if name != "stages" else name for name in names.split()}
     for room, names in {
         "pipeline": "",
-        "pipeline.errors": "urls",
-        "pipeline.options": "",
-        "pipeline.yaml_text": "errors",
-        "pipeline.config": "errors options urls yaml_text",
-        "pipeline.launch": "config errors",
-        "pipeline.gpus": "errors",
-        "pipeline.processes": "errors urls",
-        "pipeline.counters": "",
-        "pipeline.outputs": "config errors options cache",
-        "pipeline.retrying": "errors counters",
-        "pipeline.cache": "config errors urls counters retrying",
-        "pipeline.metrics": "errors options counters processes cache",
-        "pipeline.signals": "config errors cache sources images models",
-        "pipeline.sources": "config errors urls retrying cache",
-        "pipeline.images": "config errors",
-        "pipeline.models": "config errors kernels layer_classes",
-        "pipeline.kernels": "",
-        "pipeline.demo": "errors models",
-        "pipeline.snapshots": "config errors cache signals sources images loader",
-        "pipeline.loader": "errors amounts cache signals sources",
-        "pipeline.work": "config errors amounts terminal counters processes retrying launch cache metrics",
-        "pipeline.parallel": "config errors launch kernels layer_classes",
-        "pipeline.encoding": "config errors options amounts launch cache signals sources images models work",
-        "pipeline.training": "config errors options gpus amounts terminal counters processes retrying launch cache"
-        " metrics signals sources models kernels snapshots loader parallel",
-        "pipeline.planning": "config errors options yaml_text gpus amounts launch cache signals images models kernels"
-        " loader parallel training",
-        "pipeline.reporting": "config errors options yaml_text amounts processes cache signals sources images models"
-        " snapshots loader encoding training",
-        "pipeline.cli": "config errors options launch processes sources.formats stages",
-        "stages": "config errors options outputs yaml_text gpus amounts urls launch processes retrying cache metrics"
-        " signals"
-        " sources images models snapshots loader work parallel encoding training planning reporting demo",
+        "pipeline.base": "",
+        "pipeline.data.cache": "base",
+        "pipeline.data.encoders": "base",
+        "pipeline.data.sources": "base data.cache data.encoders.config",
+        "pipeline.data.images": "base data.sources.config data.snapshots.config",
+        "pipeline.data.signals": "base data.cache data.encoders data.images data.sources data.encoding.config",
+        "pipeline.data.loader": "base data.cache data.signals data.sources",
+        "pipeline.data.work": "base data.cache data.encoding.config",
+        "pipeline.data.snapshots": "base data.cache data.encoding.config data.images data.loader data.signals"
+        " data.sources",
+        "pipeline.data.encoding": "base data.cache data.encoders data.images data.signals data.sources data.work",
+        "pipeline.train.config": "base train.models.config train.parallel.config train.training.config",
+        "pipeline.train.kernels": "",
+        "pipeline.train.models": "base train.config train.kernels",
+        "pipeline.train.parallel": "base train.config train.kernels",
+        "pipeline.train.training": "base data.cache.layout data.cache.snapshot_head data.loader train.config"
+        " train.kernels train.models train.parallel",
+        "pipeline.config": "base data.cache.config data.encoders.config data.encoding.config data.snapshots.config"
+        " data.sources.config train.config train.models.config",
+        "pipeline.tools.demo": "base train.models",
+        "pipeline.tools.locations": "config data.cache",
+        "pipeline.tools.outputs": "base config tools.locations",
+        "pipeline.tools.planning": "base config data.cache data.images data.loader data.signals data.snapshots.config"
+        " data.sources.config train",
+        "pipeline.tools.reporting": "base config data train.config train.models train.training",
+        "pipeline.cli": "base config data.sources.formats stages",
+        "stages": "base config data train tools",
     }.items()
 }
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may import it
-    "diffusers": {"pipeline.models", "pipeline.demo"},
-    "transformers": {"pipeline.models", "pipeline.demo"},
-    "tokenizers": {"pipeline.demo"},
-    "triton": {"pipeline.kernels.gated_convolution_triton", "pipeline.kernels.linear_attention_triton"},
+    "diffusers": {"pipeline.data.encoders", "pipeline.train.models", "pipeline.tools.demo"},
+    "transformers": {"pipeline.base.hub", "pipeline.data.encoders", "pipeline.tools.demo"},
+    "tokenizers": {"pipeline.tools.demo"},
+    "triton": {
+        "pipeline.train.kernels.gated_convolution_triton",
+        "pipeline.train.kernels.linear_attention_triton",
+    },
 }
-CACHE_LIBRARIES = {"numpy", "pyarrow", "fsspec", "aiohttp", "aiobotocore", "botocore", "xxhash", "zstandard"}
-ENVIRONMENT_HOME = "pipeline.launch"
+CACHE_LIBRARIES = {
+    "numpy",
+    "pyarrow",
+    "fsspec",
+    "aiohttp",
+    "aiobotocore",
+    "botocore",
+    "pydantic",
+    "xxhash",
+    "zstandard",
+}
+ENVIRONMENT_HOME = "pipeline.base.launch"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,9 +115,9 @@ def violations(root: Path) -> list[str]:
             homes = FORBIDDEN_LIBRARIES.get(top)
             if homes is not None and not any(_within(here, home) for home in homes):
                 result.append(f"{where}: {here} imports {top}")
-            if _within(target, "torch.distributed") and _within(here, "pipeline.models"):
+            if _within(target, "torch.distributed") and _within(here, "pipeline.train.models"):
                 result.append(f"{where}: {here} imports torch.distributed")
-            if _within(here, "pipeline.cache") and top not in CACHE_LIBRARIES | sys.stdlib_module_names:
+            if _within(here, "pipeline.data.cache") and top not in CACHE_LIBRARIES | sys.stdlib_module_names:
                 result.append(f"{where}: {here} imports {top}")
         if here != ENVIRONMENT_HOME:
             result += [f"{path.relative_to(root)}:{line}: {here} reads the environment" for line in _environment(path)]
@@ -129,6 +137,45 @@ def test_every_import_is_in_the_table() -> None:
     assert violations(ROOT) == []
 
 
+WINGS = ("base", "data", "train", "config", "tools", "cli", "stages")
+
+
+def _wing(room: str) -> int:
+    parts = room.split(".")
+    return WINGS.index(parts[0] if parts[0] == "stages" else parts[1])
+
+
+WHOLE = {
+    "tools.locations.cache_location",
+    "tools.outputs.inputs",
+    "tools.outputs.check",
+    "tools.reporting.encoder_process.decode",
+    "tools.reporting.encoder_process.encode_prompts",
+}
+"""The functions below the stages that take the whole configuration; their docstrings say why."""
+
+
+def test_below_the_stages_functions_take_a_section_or_values() -> None:
+    taking = set()
+    for path in sorted(ROOT.glob("pipeline/*/**/*.py")):
+        for node in nodes(path.read_text(encoding="utf-8")):
+            if isinstance(node, ast.FunctionDef):
+                given = [
+                    ast.unparse(each.annotation) for each in node.args.args + node.args.kwonlyargs if each.annotation
+                ]
+                if any(each in ("Config", "Config | None") for each in given):
+                    taking.add(f"{module_name(path, ROOT).removeprefix('pipeline.')}.{node.name}")
+            elif isinstance(node, ast.AnnAssign):
+                assert ast.unparse(node.annotation) != "Config", path
+    assert taking == WHOLE
+
+
+def test_wings_look_down() -> None:
+    """The table permits nothing that leads up."""
+    for room, names in ALLOWED.items():
+        assert all(_wing(name) <= _wing(room) or room == "pipeline.cli" for name in names), room
+
+
 def test_no_test_imports_another_test() -> None:
     """What they share is in tests/support."""
     paths = list((ROOT / "tests").rglob("*.py"))
@@ -137,12 +184,46 @@ def test_no_test_imports_another_test() -> None:
         f"{path.relative_to(ROOT)}:{line}: {target}"
         for path in paths
         for line, target in imports(path, ROOT)
-        if target.startswith("tests.test_")
+        if target.startswith("tests.") and ".test_" in target
     ]
     assert borrowed == []
 
 
-PRIVATE_USES = 26
+def circular(root: Path) -> list[str]:
+    """Modules that import themselves through others, also inside functions and for types alone."""
+    modules = {here for here, _ in _imported(root)}
+    left: dict[str, set[str]] = {here: set() for here in modules}
+    for here, target in _imported(root):
+        while target not in modules and target:
+            target = target.rpartition(".")[0]
+        left[here] |= {target} - {here, ""}
+    while ends := {here for here, targets in left.items() if not targets}:
+        left = {here: targets - ends for here, targets in left.items() if here not in ends}
+    used = set[str]().union(*left.values())
+    while tops := left.keys() - used:
+        left = {here: targets for here, targets in left.items() if here not in tops}
+        used = set[str]().union(*left.values())
+    return sorted(left)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert circular(ROOT) == []
+
+
+def test_a_planted_circle_is_named(tmp_path: Path) -> None:
+    """Also one for types, below a module that is in no circle, and above another."""
+    (tmp_path / "pipeline").mkdir()
+    for name, line in {
+        "top": "from pipeline.one import x",
+        "one": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pipeline.two import x",
+        "two": "def f():\n    from pipeline import one, end",
+        "end": "",
+    }.items():
+        (tmp_path / f"pipeline/{name}.py").write_text(line + "\n")
+    assert circular(tmp_path) == ["pipeline.one", "pipeline.two"]
+
+
+PRIVATE_USES = 24
 """Places where tests name what a module keeps to itself. May go down, never up: make the name public, or test the
 behaviour."""
 
@@ -210,7 +291,7 @@ def unused(root: Path) -> list[str]:
         taken = imported.get(room, set())
         result += [f"{room}: {name}" for name in sorted(names) if not any(_within(target, name) for target in taken)]
     libraries = {(library, home) for library, homes in FORBIDDEN_LIBRARIES.items() for home in homes}
-    libraries |= {(library, "pipeline.cache") for library in CACHE_LIBRARIES}
+    libraries |= {(library, "pipeline.data.cache") for library in CACHE_LIBRARIES}
     for library, home in sorted(libraries):
         if not any(_within(here, home) and _within(target, library) for here, target in used):
             result.append(f"{home}: {library}")
@@ -219,16 +300,16 @@ def unused(root: Path) -> list[str]:
 
 def test_every_row_and_permission_is_used() -> None:
     assert unused(ROOT) == []
-    assert list(_environment(ROOT / "pipeline/launch.py")), ENVIRONMENT_HOME
+    assert list(_environment(ROOT / "pipeline/base/launch.py")), ENVIRONMENT_HOME
 
 
 @pytest.mark.parametrize(
     ("table", "planted", "line"),
     [
         ("ALLOWED", {"pipeline.gone": set()}, "pipeline.gone: no module"),
-        ("ALLOWED", {"pipeline.kernels": {"pipeline.config"}}, "pipeline.kernels: pipeline.config"),
-        ("FORBIDDEN_LIBRARIES", {"tokenizers": {"pipeline.demo", "pipeline.cli"}}, "pipeline.cli: tokenizers"),
-        ("CACHE_LIBRARIES", {"torch"}, "pipeline.cache: torch"),
+        ("ALLOWED", {"pipeline.train.kernels": {"pipeline.config"}}, "pipeline.train.kernels: pipeline.config"),
+        ("FORBIDDEN_LIBRARIES", {"tokenizers": {"pipeline.tools.demo", "pipeline.cli"}}, "pipeline.cli: tokenizers"),
+        ("CACHE_LIBRARIES", {"torch"}, "pipeline.data.cache: torch"),
     ],
 )
 def test_a_planted_permission_is_named(monkeypatch: pytest.MonkeyPatch, table: str, planted: Any, line: str) -> None:
@@ -239,24 +320,24 @@ def test_a_planted_permission_is_named(monkeypatch: pytest.MonkeyPatch, table: s
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("pipeline/models/bad.py", "from pipeline.cache import layout"),
-        ("pipeline/models/bad.py", "from ..cache import layout"),
-        ("pipeline/models/bad.py", "from .. import sources"),
-        ("pipeline/kernels/bad.py", "from pipeline.models import sana_layers"),
-        ("pipeline/models/bad.py", "import torch.distributed as dist"),
-        ("pipeline/models/bad.py", "from torch import distributed"),
-        ("pipeline/models/deep/bad.py", "import pipeline.parallel.mesh"),
-        ("pipeline/cache/bad.py", "import torch"),
-        ("pipeline/cache/bad.py", "def f():\n    import pipeline.loader.loader"),
-        ("pipeline/sources/bad.py", "import importlib\nimportlib.import_module('pipeline.models.sana')"),
-        ("pipeline/sources/bad.py", "from transformers import AutoTokenizer"),
-        ("pipeline/kernels/backend.py", "import triton.language as tl"),
-        ("pipeline/parallel/bad.py", "from pipeline.models.sana import SanaTransformer"),
-        ("pipeline/training/bad.py", "from diffusers import SanaPipeline"),
-        ("pipeline/training/bad.py", "import pipeline.encoding.plan"),
-        ("pipeline/training/bad.py", "import os\nos.environ['RANK']"),
-        ("pipeline/encoding/bad.py", "from os import getenv"),
-        ("pipeline/config.py", "from pipeline.launch import detect"),
+        ("pipeline/train/models/bad.py", "from pipeline.data.cache import layout"),
+        ("pipeline/train/models/bad.py", "from ...data.cache import layout"),
+        ("pipeline/train/models/bad.py", "from ...data import sources"),
+        ("pipeline/train/kernels/bad.py", "from pipeline.train.models import sana_layers"),
+        ("pipeline/train/models/bad.py", "import torch.distributed as dist"),
+        ("pipeline/train/models/bad.py", "from torch import distributed"),
+        ("pipeline/train/models/deep/bad.py", "import pipeline.train.parallel.mesh"),
+        ("pipeline/data/cache/bad.py", "import torch"),
+        ("pipeline/data/cache/bad.py", "def f():\n    import pipeline.data.loader.loader"),
+        ("pipeline/data/sources/bad.py", "import importlib\nimportlib.import_module('pipeline.train.models.sana')"),
+        ("pipeline/data/sources/bad.py", "from transformers import AutoTokenizer"),
+        ("pipeline/train/kernels/backend.py", "import triton.language as tl"),
+        ("pipeline/train/parallel/bad.py", "from pipeline.train.models.sana import SanaTransformer"),
+        ("pipeline/train/training/bad.py", "from diffusers import SanaPipeline"),
+        ("pipeline/train/training/bad.py", "import pipeline.data.encoding.plan"),
+        ("pipeline/train/training/bad.py", "import os\nos.environ['RANK']"),
+        ("pipeline/data/encoding/bad.py", "from os import getenv"),
+        ("pipeline/config.py", "from pipeline.train.parallel.mesh import Layout"),
         ("stages/bad.py", "from stages import train"),
         ("stages/bad.py", "from . import train"),
         ("stages/bad.py", "from pipeline.cli import main"),
@@ -282,7 +363,7 @@ def _loaded(statement: str) -> set[str]:
 
 def _heavy(modules: set[str]) -> list[str]:
     names = ("autoencoder_dc", "modeling_gemma2", "pipeline_sana")
-    whole = ("diffusers", "transformers", "pipeline.models.encoders", "pipeline.demo.small_models")
+    whole = ("diffusers", "transformers", "pipeline.data.encoders.vae", "pipeline.tools.demo.small_models")
     return sorted(m for m in modules if m in whole or m.rpartition(".")[2] in names)
 
 
@@ -314,7 +395,7 @@ def test_memory_is_never_measured_by_tracemalloc() -> None:
 
 @pytest.mark.slow
 def test_training_imports_no_encoder() -> None:
-    loaded = _loaded("import stages.train, pipeline.models.sampler")
+    loaded = _loaded("import stages.train, pipeline.train.models.sampler")
     assert _heavy(loaded) == [] and "accelerate" not in loaded
 
 

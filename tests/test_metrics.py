@@ -23,18 +23,18 @@ import stages.bucket
 import stages.encode
 import stages.status
 import stages.train
-from pipeline import counters, processes, retrying
-from pipeline.cache.cache import Cache
-from pipeline.cache.mirror import Mirror
+from pipeline.base import counters, processes, retrying
+from pipeline.base.errors import AwayError, CacheError
+from pipeline.base.metrics import rows, textfile
+from pipeline.base.metrics.textfile import Textfile
 from pipeline.config import Config
-from pipeline.encoding.unit_encoder import UnitEncoder
-from pipeline.errors import AwayError, CacheError
-from pipeline.metrics import rows, textfile
-from pipeline.metrics.textfile import Textfile
-from pipeline.training import metrics
-from pipeline.work import claims, progress_rows
-from pipeline.work.progress import Meter, Progress
-from pipeline.work.progress_rows import ProgressRows
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.mirror import Mirror
+from pipeline.data.encoding.unit_encoder import UnitEncoder
+from pipeline.data.work import claims, progress_rows
+from pipeline.data.work.progress import Meter, Progress
+from pipeline.data.work.progress_rows import ProgressRows
+from pipeline.train.training import metrics
 from tests.support import prometheus
 from tests.support.constants import constants, set_constants, unit_sizes
 from tests.support.failing_reads import disconnect
@@ -192,7 +192,7 @@ def test_two_tasks_write_two_files_and_a_killed_one_leaves_its_file_whole(
     models = [f"--set=vae.id={config.vae.id}", f"--set=text.id={config.text.id}"]
     sets = [f"--set={text}" for text in (*CPU, f"cache={config.cache}", f"metrics.textfile={prom}")]
     command = ["encode", "--config", "tiny", "--data", str(photos), "--task-count", "2", *models, *sets]
-    set_constants(monkeypatch, {"pipeline.work.claims.STALE_S": 2})
+    set_constants(monkeypatch, {"pipeline.data.work.claims.STALE_S": 2})
     held = partial(often, tmp_path / "go")
     tasks = [Forked(*command, "--task-index", str(task), before=held) for task in (0, 1)]
     until(lambda: prom.is_dir() and len(list(prom.glob("*.prom"))) == 2, 120)
@@ -451,8 +451,8 @@ def test_a_silent_store_and_a_slow_one_are_counted(
 
 
 def test_evictions_of_the_mirror_are_counted(tmp_path: Path, counted: Callable[[], dict[str, float]]) -> None:
-    from pipeline.cache import layout
-    from pipeline.cache.folder_store import FolderStore
+    from pipeline.data.cache import layout
+    from pipeline.data.cache.folder_store import FolderStore
 
     mirror = Mirror(tmp_path / "mirror", 1000, FolderStore(tmp_path / "origin", 60))
     for number in range(6):
@@ -474,12 +474,12 @@ def working(done: Config, tmp_path: Path) -> tuple[Config, Any]:
     """A copy of the cache in which a process holds a claim."""
     shutil.copytree(done.cache, tmp_path / "cache")
     config = done.model_copy(update={"cache": str(tmp_path / "cache")})
-    cache = Cache.of(config)
+    cache = Cache(config.cache)
     worker = claims.Claims(cache.files, 60)
     worker.progress = lambda: {"node": "gpu03", "task": 1, "tasks": 8, **bar.brief(), **textfile.store_counts()}
     bar = Progress("images", 200, Meter())
     bar.done, bar.rejected = 50, 3
-    name = next(iter(Cache.of(config).recipes("latent"))).name
+    name = next(iter(Cache(config.cache).encodings("latent"))).name
     assert worker.take(name, 0, "ab" * 16) == "ours"
     return config, SimpleNamespace(files=cache.files, worker=worker, work=(name, 0, "ab" * 16))
 
@@ -529,7 +529,7 @@ def test_status_shows_a_training_that_holds_its_run(done: Config, capsys: Any) -
         below.mkdir()
         (below / "lock.json").touch()
         stages.status.run(done)
-        assert f"training {below}: no row yet" in capsys.readouterr().out
+        assert f"training {below}: no step yet" in capsys.readouterr().out
         shutil.rmtree(below)
         os.utime(lock, (time.time() - 100,) * 2)
         stages.status.run(done)

@@ -15,17 +15,17 @@ import torch
 import stages.bucket
 import stages.encode
 import stages.train
-from pipeline.cache.cache import Cache
-from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
-from pipeline.images import decoding
-from pipeline.loader.loader import Batch, Loader, bf16
-from pipeline.models import encoders
-from pipeline.models.objective import FlowMatching
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
-from pipeline.models.text import TextEncoder
-from pipeline.sources import caption_rules
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.data.encoders import vae as encoders
+from pipeline.data.encoders.text import TextEncoder
+from pipeline.data.images import decoding
+from pipeline.data.loader.loader import Batch, Loader, bf16
+from pipeline.data.sources import caption_rules
+from pipeline.train.models.flow_matching import FlowMatching
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import SanaConfig
 from tests.support.constants import set_constants
 from tests.support.loading import loader_settings
 
@@ -38,7 +38,7 @@ class InTheLoop:
 
     def __init__(self, config: Config, snapshot: Snapshot, sources: dict[str, Path]):
         self.snapshot, self.sources = snapshot, sources
-        self.recipe = config.text.recipe
+        self.prompting = config.text.prompting
         self.vae = encoders.LatentEncoder.load(config.vae, "cpu")
         self.text = TextEncoder.load(config.text, caption_rules.instruction(config.text), "cpu")
         self.rows = {snapshot.sample_id(row): row for row in range(len(snapshot))}
@@ -52,7 +52,7 @@ class InTheLoop:
             path = self.sources[source] / item
             picture = decoding.load(path.read_bytes(), cached.bucket, decoder=decoding.choose("auto"))
             latents.append(bf16(self.vae.encode(picture[None])[0]))
-            caption = caption_rules.normalise(path.with_suffix(".txt").read_text(), self.recipe)
+            caption = caption_rules.normalise(path.with_suffix(".txt").read_text(), self.prompting)
             alone = bf16(self.text.encode([caption])[0])
             rows[i, : len(alone)], mask[i, : len(alone)] = alone, True
         return replace(cached, latents=torch.stack(latents), captions=rows, mask=mask)
@@ -81,7 +81,7 @@ def losses(config: Config, batches: list[Batch]) -> list[float]:
 def test_cached_training_is_training_with_the_encoders_in_the_loop(
     photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_constants(monkeypatch, {"pipeline.encoding.plan.CPU_TEXT_BATCH": 1})
+    set_constants(monkeypatch, {"pipeline.data.encoding.plan.CPU_TEXT_BATCH": 1})
     config = make_config(tmp_path, "encode.image_batch=1", "bucket.batch=4")
     stages.encode.run(config, data=str(photos))
     stages.bucket.run(config)

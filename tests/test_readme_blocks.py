@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from pipeline.config import SHIPPED
-from pipeline.demo import photographs
+from pipeline.tools.demo import photographs
 
 ROOT = Path(__file__).parent.parent
 FULL = SHIPPED / "sana_1600m_1024.yaml"

@@ -11,9 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline import config as configuration
+from pipeline.base.config import Section
+from pipeline.base.errors import ConfigError
 from pipeline.cli import cli
 from pipeline.config import READS, Config, load, reads
-from pipeline.errors import ConfigError
 from tests.support.messages import naming
 
 PATHS = configuration._all_paths()
@@ -155,10 +156,10 @@ def test_the_table_holds_what_the_stages_really_read(
     def place(section: Any, prefix: str) -> None:
         places[type(section)] = prefix
         for name, value in vars(section).items():
-            if isinstance(value, configuration._Section):
+            if isinstance(value, Section):
                 place(value, f"{prefix}{name}.")
 
-    monkeypatch.setattr(configuration._Section, "__getattribute__", noted)
+    monkeypatch.setattr(Section, "__getattribute__", noted)
     few = ["train.steps=1", "train.save_every=1", "train.optim.warmup_steps=0", "train.ema={}", "sample.steps=1"]
 
     def run(words: str, stage: Callable[..., Any], **options: Any) -> None:

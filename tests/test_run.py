@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.base.errors import UserError
+from pipeline.base.processes import command, free_memory
 from pipeline.config import Config, dump, load_given, option_fields, reads
-from pipeline.errors import UserError
-from pipeline.processes import command, free_memory
 from stages import run as stage
 from stages.run import STAGES
 from tests.support.launched import children
@@ -128,7 +128,7 @@ def test_it_ends_with_the_code_of_the_first_command_that_fails(
     assert scripted(bucket="raise SystemExit(5)", train="raise SystemExit(7)") == 5
     said = capsys.readouterr()
     assert started(said.out) == ["encode", "bucket"]
-    assert "sana-pipe bucket ended with 5" in said.err
+    assert "sana-pipe bucket ended with exit code 5" in said.err
     assert scripted(encode="import os; os.kill(os.getpid(), 9)") == 128 + 9
     assert scripted() == 0
     assert started(capsys.readouterr().out)[-5:] == list(STAGES)
@@ -280,7 +280,7 @@ def test_a_chain_that_is_killed_twice_ends_as_one_that_was_not(
     for number, sign in enumerate(("captions: ", "saved "), 1):
         process, log = begun(killed, photos, f"log{number}"), killed / f"log{number}"
         until(lambda log=log, sign=sign: sign in log.read_text(), 300)  # type: ignore[misc]
-        begun_by = children(process.pid)  # the command, and beside a training what decodes its pictures
+        begun_by = children(process.pid)  # the command, and alongside a training what decodes its pictures
         process.kill()
         process.wait()
         until(lambda every=begun_by: not any(Path(f"/proc/{child}/exe").exists() for child in every), 10)  # type: ignore[misc]

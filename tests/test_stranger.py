@@ -26,10 +26,10 @@ from PIL import Image
 
 import stages.bucket
 import stages.encode
-from pipeline.cache.cache import Cache
+from pipeline.base.errors import UserError
 from pipeline.config import load
-from pipeline.errors import UserError
-from pipeline.models.frozen import from_bits
+from pipeline.data.cache.cache import Cache
+from pipeline.data.encoders.frozen import from_bits
 from stages import init
 from tests.support.messages import naming
 
@@ -313,7 +313,7 @@ def walk(data: list[Path], folder: Path, trigger: str | None, settings: list[str
             stages.encode.run(config, str(each))
     with contextlib.redirect_stdout(report := io.StringIO()):
         stages.bucket.run(config, as_json=True)
-    return trained(Cache.of(config)), json.loads(report.getvalue())
+    return trained(Cache(config.cache)), json.loads(report.getvalue())
 
 
 def trained(cache: Cache) -> Truth:
@@ -345,7 +345,7 @@ def trained(cache: Cache) -> Truth:
 
 def pasted(fix: str, place: Path) -> tuple[list[Path], list[str]]:
     """Run what the first command of a refusal does before `sana-pipe init`; what that is given."""
-    first = re.split("; all are|; as |, and then the same command", fix)[0]
+    first = re.split("; to train on all|; as |, and then the same command", fix)[0]
     shell, _, command = first.rpartition("sana-pipe init ") if "sana-pipe init " in first else (first, "", "")
     shell = re.sub(r"^as [a-z ]+: ", "", shell).strip().removesuffix("&&")
     if shell:

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.launch import Launch
-from pipeline.terminal import LiveLine
-from pipeline.training import metrics, trainer
-from pipeline.work import progress
-from pipeline.work.progress import Meter, Progress
+from pipeline.base.launch import Launch
+from pipeline.base.terminal import LiveLine
+from pipeline.data.work import progress
+from pipeline.data.work.progress import Meter, Progress
+from pipeline.train.training import metrics, trainer
 from tests.support.workers import tiny_run
 
 
@@ -226,7 +226,7 @@ def test_train_shows_its_progress(
     monkeypatch.setattr(trainer, "LiveLine", lambda there: LiveLine(live))
     validation = {"every": 4}
     config = tiny_run.config(tmp_path / "run", layers=1, steps=5, validation=validation)
-    trainer.fit(config, tiny_run.task(config), Launch(), log=lambda text: print(text, file=sys.stderr))
+    trainer.fit(config.train, tiny_run.task(config), Launch(), log=lambda text: print(text, file=sys.stderr))
     printed = capsys.readouterr().err
     events = metrics.read_events(tmp_path / "run/metrics.jsonl")
     rows, (*_, value) = events[None], events["validation"]

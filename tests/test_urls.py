@@ -8,10 +8,10 @@ import fsspec
 import pytest
 
 import stages.status
-from pipeline import retrying
-from pipeline.cache.connections import one_attempt, refuse_credentials
-from pipeline.errors import UserError
-from pipeline.urls import strip_credentials
+from pipeline.base import retrying
+from pipeline.base.errors import UserError
+from pipeline.base.urls import strip_credentials
+from pipeline.data.cache.connections import one_attempt, refuse_credentials
 from tests.support import synthetic
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from pipeline.loader.schedule import Blocks, Schedule, interleaved
-from pipeline.parallel.saved_tensors import quantise, restore
+from pipeline.data.loader.schedule import Blocks, Schedule, interleaved
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_files import WeightFiles, save_weights
+from pipeline.train.models.sana_shape import SanaShape, interleave
+from pipeline.train.parallel.pipeline_parallel import stage_ranges
+from pipeline.train.parallel.saved_tensors import quantise, restore
 
 
 def test_the_order_of_a_snapshot() -> None:
@@ -32,3 +38,39 @@ def test_codes_of_saved_tensors() -> None:
     codes, scales = quantise(values)
     assert codes[:3].tolist() == [127, -50, 0] and scales.tolist() == pytest.approx([0.02, 1.0])
     assert restore(codes, scales, 130, torch.float32)[[0, 1, 129]].tolist() == pytest.approx([2.54, -1.0, 127.0])
+
+
+def test_the_stages_of_a_pipeline_and_their_order() -> None:
+    assert stage_ranges(20, 3) == [range(6), range(6, 13), range(13, 20)]
+    count, stages = 4, 3
+    ends: dict[tuple[str, int, int], int] = {}
+    waiting = []
+    for rank in range(stages):  # as torch's Schedule1F1B: some forward passes first, then one backward and one forward
+        first, passes = stages - rank, [("F", number) for number in range(count)]
+        rest = [one for number in range(count) for one in (("B", number), *passes[first + number :][:1])]
+        waiting.append([*passes[:first], *rest])
+    slots = [["--"] * 12 for _ in range(stages)]
+    for slot in range(12):
+        for rank in range(stages):
+            kind, number = waiting[rank][0] if waiting[rank] else ("", 0)
+            source = rank - 1 if kind == "F" else rank + 1
+            ready = source in (-1, stages) or ends.get((kind, number, source), slot) < slot
+            if kind and ready:
+                slots[rank][slot], ends[kind, number, rank] = f"{kind}{number}", slot
+                waiting[rank].pop(0)
+    assert [" ".join(row) for row in slots] == [
+        "F0 F1 F2 -- -- B0 F3 B1 -- B2 -- B3",
+        "-- F0 F1 -- B0 F2 B1 F3 B2 -- B3 --",
+        "-- -- F0 B0 F1 B1 F2 B2 F3 B3 -- --",
+    ]
+
+
+def test_rows_of_values_and_gates(tmp_path: Path) -> None:
+    heads = {"attention_head_dim": 4, "cross_attention_head_dim": 4, "cross_attention_dim": 4, "mlp_ratio": 1.0}
+    counts = dict.fromkeys(("num_layers", "num_attention_heads", "num_cross_attention_heads"), 1)
+    shape = SanaShape(in_channels=4, out_channels=4, caption_channels=4, **heads, **counts)  # type: ignore[arg-type]
+    model = SanaTransformer.from_scratch(shape, 0)
+    name = "transformer_blocks.0.ff.conv_depth.bias"
+    weights = dict(model.named_parameters()) | {name: interleave(name, torch.arange(8.0))}
+    save_weights(weights, shape, tmp_path, torch.float32)
+    assert WeightFiles(tmp_path).read(name, [3], [3]).tolist() == [5.0, 2.0, 6.0]

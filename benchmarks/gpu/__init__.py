@@ -12,6 +12,6 @@ time limit; after one that fails the next is run, and the exit code is 1. Each r
 
 Released weights are not needed: models are real classes of diffusers and transformers at released sizes, with random
 values. The machine needs torch 2.11 for CUDA with Triton, transformers and pytest, on Python 3.12. The rest comes as
-wheels, listed in `benchmarks/gpu/wheels.txt` with the command that collects them; --wheels installs them beside
+wheels, listed in `benchmarks/gpu/wheels.txt` with the command that collects them; --wheels installs them next to
 themselves, without touching the machine's packages.
 """

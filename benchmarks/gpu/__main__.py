@@ -18,7 +18,7 @@ NO_GPU = 2
 
 
 def install(wheels: Path) -> None:
-    """Install wheels into a folder beside them, which this process and its children import from first.
+    """Install wheels into a folder next to them, which this process and its children import from first.
 
     Raises:
         SystemExit: there are none, or pip fails.
@@ -89,7 +89,7 @@ def measured(out: Path | None) -> dict[str, dict[str, Any]]:
 
 def child(text: str, dry: bool) -> None:
     """One row in this process; its figures are the last line. The allocator is set as the command line sets it."""
-    from pipeline.launch import prefer_expandable_segments
+    from pipeline.base.launch import prefer_expandable_segments
 
     prefer_expandable_segments()  # before torch is imported
     figures = kit.measure(kit.Row(**json.loads(text)), dry)
@@ -151,6 +151,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from pipeline.processes import run_and_exit
+    from pipeline.base.processes import run_and_exit
 
     run_and_exit(main)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from benchmarks import text_encode
 from benchmarks.gpu.sizes import Sizes
-from pipeline.config import TextConfig, VaeConfig
-from pipeline.demo import small_models
-from pipeline.encoding import image_batch
-from pipeline.models.encoders import LatentEncoder, footprint
-from pipeline.models.frozen import from_bits
-from pipeline.models.hub import no_progress_bars
-from pipeline.models.text import TextEncoder
+from pipeline.base.hub import no_progress_bars
+from pipeline.data.encoders.config import TextConfig, VaeConfig
+from pipeline.data.encoders.frozen import from_bits
+from pipeline.data.encoders.text import TextEncoder
+from pipeline.data.encoders.vae import LatentEncoder, footprint
+from pipeline.data.encoding import image_batch
+from pipeline.tools.demo import small_models
 
 VAE = {
     "encoder_block_types": ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,
@@ -107,7 +107,7 @@ def online(sizes: Sizes, samples: int) -> Callable[[], tuple[Tensor, Tensor, Ten
 
 def vae(sizes: Sizes, *, batch: int) -> dict[str, Any]:
     """DC-AE encoding by precision: images/s, and the relative error (root mean square) against the exact
-    latents; null where it does not fit. Beside it the batch of `encode.image_batch: auto`: its images/s, its peak, and
+    latents; null where it does not fit. Next to it the batch of `encode.image_batch: auto`: its images/s, its peak, and
     the peak that chose it."""
     images = pictures(sizes, sizes.count(batch))
     figures: dict[str, Any] = {}

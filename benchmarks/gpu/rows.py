@@ -54,7 +54,7 @@ EIGHT_BIT = {"optim": {"name": "adamw8bit"}}
 LORA: dict[str, Any] = {"adapter": {"rank": 16}}
 FRUGAL = {"parallel": {"reshard_after_forward": True}}
 CAPS = {"24gb": 22.5, "48gb": 44.0}
-"""GiB that such a card leaves beside the CUDA context."""
+"""GiB that such a card leaves in addition to the CUDA context."""
 
 
 def _step(name: str, batch: int, train: Mapping[str, Any], *, seconds: float = 150, **more: Any) -> Row:

@@ -22,12 +22,12 @@ from benchmarks.gpu.sizes import GIB, Sizes
 from benchmarks.loader import BUCKETS, build
 from benchmarks.report import commit, resident
 from benchmarks.train_step import TINY
+from pipeline.base.launch import check_compiler, driver, set_tf32
 from pipeline.config import load
-from pipeline.launch import check_compiler, driver, set_tf32
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.training import metrics
-from pipeline.training.checkpoint import Saver
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
+from pipeline.train.training import metrics
+from pipeline.train.training.checkpoint import Saver
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -172,7 +172,7 @@ def trainer(sizes: Sizes, *, steps: int, save_every: int, batch: int) -> dict[st
     """`sana-pipe train` on a snapshot on disk: loader, steps, saves in the background, a profile of one step.
 
     Returns:
-        images/s, MFU and share of waiting of the steps beside which nothing is saved; save_slowdown: time of a step
+        images/s, MFU and share of waiting of the steps during which nothing is saved; save_slowdown: time of a step
         within a save over theirs; seconds of a pause, of a save; GiB that this process's host memory grows between the
         first save and the last.
     """
@@ -199,8 +199,8 @@ def trainer(sizes: Sizes, *, steps: int, save_every: int, batch: int) -> dict[st
         options += [f"train.save_every={save_every}", "train.log_every=1", "train.trackers=[]"]
         options += ["train.keep_checkpoints=1", "train.profile=3"]
         if sizes.dry:
-            recipes: dict[str, Any] = {"latent": LatentRecipe(compression=8, channels=16)}
-            build(place / "cache", 60, buckets=TINY, batch=12, text=TextRecipe(width=128), **recipes)
+            encodings: dict[str, Any] = {"latent": LatentEncoding(compression=8, channels=16)}
+            build(place / "cache", 60, buckets=TINY, batch=12, text=TextEncoding(width=128), **encodings)
             config = load("tiny", options)
         else:
             build(place / "cache", 8 * batch, buckets=BUCKETS[:2], batch=batch)

@@ -3,8 +3,8 @@
 Random weights, 300 caption rows (100 shown on average), tensors in page-locked memory, three steps to warm up and ten
 timed ones. Ours is the trainer's `TrainStep` on a parallel model, EMA off. The other side is `SanaTransformer2DModel`
 with fp32 weights under autocast to bf16, torch's AdamW with its defaults, clipping by `clip_grad_norm_`.
-MFU needs a GPU whose peak pipeline/training/throughput.py knows; it counts padded rows as work, but not where packed
-attention leaves them out.
+MFU needs a GPU whose peak pipeline/train/training/throughput.py knows; it counts padded rows as work, but not where
+packed attention leaves them out.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu import encoders
 from benchmarks.gpu.rows import PREDICTED
 from benchmarks.gpu.sizes import GIB, Sizes
-from pipeline.config import DataConfig, TrainConfig
-from pipeline.errors import UserError
-from pipeline.gpus import CARDS, card, of_device
-from pipeline.images.buckets import table
-from pipeline.launch import Launch
-from pipeline.loader.loader import Batch
-from pipeline.models.adapters import adapter_of
-from pipeline.models.objective import FlowMatching
-from pipeline.parallel.mesh import open_mesh
-from pipeline.parallel.parallelize import parallelize
-from pipeline.parallel.shards import local
-from pipeline.planning.cost import Time
-from pipeline.planning.predict import Data, Machine, Prediction, predict
-from pipeline.training import optimizers
-from pipeline.training.assemble import Trainable
-from pipeline.training.host_copy import plain_parts
-from pipeline.training.optimizers import in_backward
-from pipeline.training.recipes.flow import Flow
-from pipeline.training.step import TrainStep
+from pipeline.base.errors import UserError
+from pipeline.base.gpus import CARDS, card, of_device
+from pipeline.base.launch import Launch
+from pipeline.data.images.buckets import table
+from pipeline.data.loader.loader import Batch
+from pipeline.data.sources.config import DataConfig
+from pipeline.tools.planning.cost import Time
+from pipeline.tools.planning.predict import Data, Machine, Prediction, predict
+from pipeline.train.config import TrainConfig
+from pipeline.train.models.adapters import adapter_of
+from pipeline.train.models.flow_matching import FlowMatching
+from pipeline.train.parallel.mesh import open_mesh
+from pipeline.train.parallel.parallelize import parallelize
+from pipeline.train.parallel.shards import local
+from pipeline.train.training import optimizers
+from pipeline.train.training.assemble import Trainable
+from pipeline.train.training.host_copy import plain_parts
+from pipeline.train.training.objectives.flow import Flow
+from pipeline.train.training.optimizers import in_backward
+from pipeline.train.training.step import TrainStep
 
 COMPILED = {"compile": "block"}
 
@@ -116,7 +117,7 @@ def ours(sizes: Sizes, train: TrainConfig, ending: ExitStack) -> Ours:
     optimizer = optimizers.build(model.module, train.optim, sizes.device)
     if train.optim.in_backward:
         in_backward.fuse(optimizer, model)
-    return Ours(TrainStep(model, trainable.recipe, optimizer, train, sizes.device), optimizer, train)
+    return Ours(TrainStep(model, trainable.objective, optimizer, train, sizes.device), optimizer, train)
 
 
 def diffusers(sizes: Sizes, microbatch: int, checkpointing: bool) -> Callable[[Batch], None]:
@@ -130,17 +131,17 @@ def diffusers(sizes: Sizes, microbatch: int, checkpointing: bool) -> Callable[[B
     if checkpointing:
         model.enable_gradient_checkpointing()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    objective = FlowMatching(TrainConfig().flow)
+    flow = FlowMatching(TrainConfig().flow)
 
     def step(batch: Batch) -> None:
-        sigma, timesteps = (x.to(sizes.device) for x in objective.sigmas(batch.logit))
+        sigma, timesteps = (x.to(sizes.device) for x in flow.sigmas(batch.logit))
         latents, noise, captions, mask = (
             x.to(sizes.device, non_blocking=True) for x in (batch.latents, batch.noise, batch.captions, batch.mask)
         )
-        noised, target = objective.noised(latents, noise, sigma), objective.target(latents, noise)
+        noised, target = flow.noised(latents, noise, sigma), flow.target(latents, noise)
         with torch.autocast(sizes.device.type, torch.bfloat16):
             out = model(noised, encoder_hidden_states=captions, encoder_attention_mask=mask, timestep=timesteps).sample
-        objective.loss(out, target).mean().backward()
+        flow.loss(out, target).mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

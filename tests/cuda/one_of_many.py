@@ -23,14 +23,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.gpu import steps
 from benchmarks.gpu.sizes import Sizes
-from pipeline.config import TrainConfig, load
-from pipeline.gpus import GIB, card
-from pipeline.loader.loader import Batch
-from pipeline.models.adapters import adapter_of
-from pipeline.models.spec import ModelSpec
-from pipeline.parallel.mesh import DIMS, check_sizes
-from pipeline.planning.predict import Data, Machine, architecture, predict
-from pipeline.training.assemble import Trainable, assemble, recipe_of
+from pipeline.base.gpus import GIB, card
+from pipeline.config import load
+from pipeline.data.loader.loader import Batch
+from pipeline.tools.planning.predict import Data, Machine, architecture, predict
+from pipeline.train.config import TrainConfig
+from pipeline.train.models.adapters import adapter_of
+from pipeline.train.models.spec import ModelSpec
+from pipeline.train.parallel.mesh import DIMS, check_sizes
+from pipeline.train.training.assemble import Trainable, assemble, objective_of
 
 CUDA = torch.device("cuda", 0)
 ROWS = 300
@@ -69,12 +70,12 @@ def measured(name: str, cards: int, options: list[str], buckets: Mapping[tuple[i
     here = card(sys.argv[1])
     plan = predict(train, shape, data, Machine(here, here.memory, cards), layout=layout)
     with first_of(cards, layout.sizes) as mesh:
-        trainable = Trainable(shape, recipe_of(train), adapter_of(train, shape, start=False))
+        trainable = Trainable(shape, objective_of(train), adapter_of(train, shape, start=False))
         model, _, ema, step = assemble(trainable, trainable.module(train), mesh, train, CUDA)
         model.module.train()
         for number in range(TIMES):
             for (height, width), samples in buckets.items():
-                each = batch(shape, train, height, width, tuple(trainable.recipe.pictures))
+                each = batch(shape, train, height, width, tuple(trainable.objective.pictures))
                 step([each] * -(-samples // cards // train.microbatch), number + 1)
                 step.await_verdict()
                 if ema is not None:

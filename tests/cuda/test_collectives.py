@@ -26,7 +26,7 @@ RANKS, STEPS = 4, 5
 EACH = """
 import json, os, sys
 from pipeline.cli import main
-from pipeline.training.step import TrainStep
+from pipeline.train.training.step import TrainStep
 from tests.cuda.cards import mark
 
 call = TrainStep.__call__

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.loader import build
-from pipeline.gpus import GIB
-from pipeline.launch import prefer_expandable_segments
+from pipeline.base.gpus import GIB
+from pipeline.base.launch import prefer_expandable_segments
 from tests.cuda.building import ROOT
 from tests.cuda.cards import python
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.cuda
 
 TRAIN = """
 import os
-from pipeline.training.checkpoint import Saver
+from pipeline.train.training.checkpoint import Saver
 Saver.save = lambda *given, **named: os._exit(0)
 from pipeline.cli import console
 console()
@@ -45,7 +45,11 @@ def chosen(microbatch: int, checkpointing: str = "none") -> list[str]:
 EACH = "train.parallel.reduce_each_microbatch=true"
 FULL_24 = re.findall(
     r"--set (train\S+)",
-    (ROOT / "docs/memory.md").read_text(encoding="utf-8").partition("$ sana-pipe train")[2].partition("```")[0],
+    (ROOT / "docs/guides/training-big.md")
+    .read_text(encoding="utf-8")
+    .partition("\n### Sana 1.6B whole on a card of 24 GB\n")[2]
+    .partition("$ sana-pipe train")[2]
+    .partition("```")[0],
 )
 """The options of the command for one card of 24 GB."""
 
@@ -65,7 +69,7 @@ def fits(
 
 
 class Shipped(NamedTuple):
-    """A configuration on a card that its head or docs/memory.md names. batch: of a step, from `bucket.batch`."""
+    """A configuration on a card that its head or training-big.md names. batch: of a step, from `bucket.batch`."""
 
     name: str
     card: str
@@ -95,7 +99,7 @@ def cache(made_once: Callable[..., Path]) -> Callable[[int], Path]:
 def test_training_fits_its_card_beside_a_desktop(
     shipped: Shipped, cache: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    """Edits: leave `reduce_each_microbatch` out of the command in docs/memory.md (17 retries); keep a tensor of each
+    """Edits: leave `reduce_each_microbatch` out of the command in training-big.md (17 retries); keep a tensor of each
     step (in `TrainStep.__call__`)."""
     run = tmp_path / "run"
     usual = ("model.weights=null", "model.arch={}", f"cache={cache(shipped.batch)}", f"train.output={run}")

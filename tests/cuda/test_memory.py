@@ -1,4 +1,4 @@
-"""Memory of the kit's rows on the pretended card: what a real H100 measured (docs/gpu.md), and what `plan` says."""
+"""Memory of the kit's rows on a pretended card: what an H100 measured (docs/measurements.md), and what `plan` says."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SMALL = 0.06
 
 MEASURE = """
 import dataclasses, json, sys
-from pipeline.launch import prefer_expandable_segments
+from pipeline.base.launch import prefer_expandable_segments
 prefer_expandable_segments()
 from benchmarks.gpu import steps
 from benchmarks.gpu.rows import chosen
 from benchmarks.gpu.sizes import Sizes
-from pipeline.parallel import data_parallel
+from pipeline.train.parallel import data_parallel
 if sys.argv[2:] == ["copied"]:
     data_parallel.is_reduced_in_place = lambda train, shards: False
 (row,) = chosen(sys.argv[1:2])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.training import checkpoint
+from pipeline.train.training import checkpoint
 from tests.cuda.cards import Log, one_after_the_other
 
 pytestmark = pytest.mark.cuda
@@ -102,7 +102,7 @@ def test_kernels_are_compiled_and_launched_on_every_capability(card: str, words:
 
 
 def test_compiled_blocks_run(words: Words) -> None:
-    """Edit: an operation of `pipeline/kernels` whose fake tensor has another shape or layout than its result."""
+    """Edit: an operation of `pipeline/train/kernels` whose fake tensor has another shape or layout than its result."""
     (log,) = one_after_the_other(
         {"train": words("train", "train.compile=block", "train.steps=2")}, timeout=600
     ).values()

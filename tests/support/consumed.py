@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import xxhash
 
-from pipeline.cache.cache import Cache
-from pipeline.loader.loader import Batch, Loader, LoaderSettings, unpack
+from pipeline.data.cache.cache import Cache
+from pipeline.data.loader.loader import Batch, Loader, LoaderSettings, unpack
 
 
 def loader(cache: Cache, **options: Any) -> Loader:

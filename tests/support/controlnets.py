@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config import TrainConfig
-from pipeline.models.adapters import Merged, adapter_of
-from pipeline.models.adapters.controlnet import PREFIX, ControlNet
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_files import save_weights
+from pipeline.train.config import TrainConfig
+from pipeline.train.models.adapters import Merged, adapter_of
+from pipeline.train.models.adapters.controlnet import PREFIX, ControlNet
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import SanaConfig
+from pipeline.train.models.sana_files import save_weights
 from tests.support.tiny_sana import TINY, make
 
 BASE = replace(TINY, num_layers=4)
@@ -61,9 +62,10 @@ def saved(model: SanaTransformer, folder: Path) -> tuple[Any, Any]:
 
     save_weights(weights_of(model, False), model.config, folder / "transformer", torch.float32)
     assert model.controlnet is not None
-    adapter = ControlNet(model.controlnet.config.num_layers)
+    adapter, spec = ControlNet(model.controlnet.config.num_layers), model.config
+    assert isinstance(spec, SanaConfig)
     values = {f"{PREFIX}{name}": value for name, value in weights_of(model, True).items()}
-    merged = Merged(model.config, adapter, model.config.initial(0), values)
+    merged = Merged(spec, adapter, spec.initial(0), values)
     adapter.save("diffusers", merged, folder, torch.float32)
     theirs = SanaControlNetModel.from_pretrained(folder / "controlnet")
     return SanaTransformer2DModel.from_pretrained(folder / "transformer"), theirs

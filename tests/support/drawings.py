@@ -11,32 +11,32 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from pipeline.cache.prompts import PromptSet
-from pipeline.cache.snapshot import Snapshot
 from pipeline.config import Config
-from pipeline.models.adapters import Adapter
-from pipeline.models.sampler import Sampling
-from pipeline.models.spec import ModelSpec
-from pipeline.reporting import draw_latents
-from pipeline.reporting.run_pictures import DECODED, Drawing
-from pipeline.signals.latent import LatentRecipe
+from pipeline.data.cache.prompts import PromptSet
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.tools.reporting import draw_latents
+from pipeline.tools.reporting.run_pictures import DECODED, Drawing
+from pipeline.train.models.adapters import Adapter
+from pipeline.train.models.sampler import Sampling
+from pipeline.train.models.spec import ModelSpec
 
 PROMPTS = ("a red cube", "a lighthouse at sea")
 
 
 def draw(
-    run: Path, step: int, recipe: LatentRecipe, prompts: Sequence[str] = PROMPTS, *, seed: int = 0, **facts: Any
+    run: Path, step: int, encoding: LatentEncoding, prompts: Sequence[str] = PROMPTS, *, seed: int = 0, **facts: Any
 ) -> Path:
     """Write `run/pictures/step-XXXXXXXX.safetensors` with random latents of 32 x 48 pixels, and the journal's row."""
     generator = torch.Generator().manual_seed(1000 * seed + step)
-    shape = recipe.channels, 32 // recipe.compression, 48 // recipe.compression
+    shape = encoding.channels, 32 // encoding.compression, 48 // encoding.compression
     tensors = {f"{number:04d}": torch.randn(shape, generator=generator) for number in range(len(prompts))}
     facts = {
         "step": step,
         "phase": 0,
         "snapshot": "0" * 32,
-        "latent_recipe": recipe.id,
-        "latent": recipe.values(),
+        "latent_encoding": encoding.id,
+        "latent": encoding.values(),
         "prompt_set": "1" * 32,
         "prompts": list(prompts),
         "sampling_steps": 2,

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipeline.cache import index, layout
-from pipeline.cache.cache import Cache, Unit, WorkPlan
-from pipeline.work.engine import Work
+from pipeline.data.cache import index, layout
+from pipeline.data.cache.cache import Cache, Unit, WorkList
+from pipeline.data.work.engine import Work
 
-RECIPE = "latent-0123456789abcdef0123456789abcdef"
+ENCODING = "latent-0123456789abcdef0123456789abcdef"
 
 
 def planned(cache: Cache, count: int = 8) -> Work:
     """The units of a new plan."""
     units = [Unit(layout.digest("unit", str(n)).hex(), n, 1, 1) for n in range(count)]
-    cache.add_plan(RECIPE, 0, units, pa.table({"n": list(range(count))}))
-    plan = cache.plan(RECIPE, 0)
+    cache.add_plan(ENCODING, 0, units, pa.table({"n": list(range(count))}))
+    plan = cache.plan(ENCODING, 0)
     return [(plan, unit) for unit in plan.units]
 
 
@@ -36,10 +36,10 @@ class Maker:
         self.cache, self.hook = cache, hook
         self.done: list[str] = []
 
-    def make(self, plan: WorkPlan, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
+    def make(self, plan: WorkList, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
         self.hook(unit, progress)
         commit = index.Commit(unit.unit, None, 0, 0, None, (), {})
-        if index.publish_commit(self.cache.files, plan.recipe, plan.number, commit):
+        if index.publish_commit(self.cache.files, plan.encoding, plan.number, commit):
             self.done.append(unit.unit)
         return commit
 

@@ -23,7 +23,8 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
-from pipeline import cli, processes
+from pipeline import cli
+from pipeline.base import processes
 from tests.support import constants
 
 _SERVER = multiprocessing.get_context("forkserver")

@@ -15,19 +15,19 @@ import torch
 
 import stages.bucket
 import stages.pack
-from pipeline.cache.cache import Cache
+from pipeline.base.launch import Launch
 from pipeline.config import Config
-from pipeline.launch import Launch
-from pipeline.loader.loader import Loader
-from pipeline.snapshots import making
-from pipeline.training import metrics
-from pipeline.training.trainer import fit
+from pipeline.data.cache.cache import Cache
+from pipeline.data.loader.loader import Loader
+from pipeline.data.snapshots import making
+from pipeline.train.training import metrics
+from pipeline.train.training.trainer import fit
 from tests.support import synthetic
 from tests.support.loading import loader_settings
 from tests.support.trees import unpack
 from tests.support.workers import tiny_run
 
-GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden.tar.xz"
+GOLDEN = Path(__file__).resolve().parents[1] / "files" / "golden.tar.xz"
 PAD = 8
 """`PAD_TEXT_MULTIPLE` of the recorded snapshots."""
 SETTINGS = {
@@ -49,7 +49,7 @@ def run_config(golden: Path, steps: int) -> Config:
 def losses_after(golden: Path, start: int) -> list[float]:
     """Resume the run and return its losses up to step 8."""
     settings = run_config(golden, 8)
-    fit(settings, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: None)
+    fit(settings.train, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: None)
     return [row["loss"] for row in metrics.read(golden / "run" / "metrics.jsonl") if row["step"] > start]
 
 
@@ -94,7 +94,7 @@ def record() -> None:
         figures |= {"snapshots": made, "orders": orders}
         shutil.rmtree(folder / "run")
         settings = run_config(folder, 4)
-        fit(settings, tiny_run.task(settings), Launch(), log=lambda line: None)
+        fit(settings.train, tiny_run.task(settings), Launch(), log=lambda line: None)
         shutil.copytree(folder / "run" / "checkpoints", folder / "four" / "run" / "checkpoints")
         shutil.rmtree(folder / "run")
         shutil.copytree(folder / "four" / "run", folder / "run")

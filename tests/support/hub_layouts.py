@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.models.sana_config import SanaConfig
+from pipeline.train.models.sana_config import SanaConfig
 
 SMALL = SanaConfig(
     in_channels=16,
@@ -53,7 +53,7 @@ SMALL = SanaConfig(
 
 @dataclass(frozen=True)
 class Set:
-    """One set of weights. `other`: other values than the sets beside it (a file that nobody should read)."""
+    """One set of weights. `other`: other values than the sets next to it (a file that nobody should read)."""
 
     variant: str | None = None
     dtype: torch.dtype = torch.float32

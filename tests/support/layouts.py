@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from pipeline.base.errors import UserError
 from pipeline.config import Config, load
-from pipeline.errors import UserError
 from stages import init
 
 PAGE = Path(__file__).parents[2] / "docs/encoding.md"
@@ -397,7 +397,7 @@ LAYOUTS: dict[str, Layout] = {
         TRIGGER,
         {"data.caption": "sks dog"},
         "sks dog",
-        says=("holds no letter", "classes.txt"),
+        says=("has no letters", "classes.txt"),
     ),
     "names in another case": Layout(
         "cameras",

@@ -1,4 +1,4 @@
-"""A low-rank layer through `Adapter`, and a recipe with a second loss, for tests of the seams."""
+"""A low-rank layer through `Adapter`, and an objective with a second loss, for tests of the seams."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipeline.config import FlowConfig
-from pipeline.layer_classes import LayerMixin, add_mixin
-from pipeline.models.adapters import Adapter, Merged
-from pipeline.models.spec import ModelSpec, Values
-from pipeline.parallel.microbatch import Outputs
-from pipeline.training.recipes.flow import Flow
+from pipeline.base.layer_classes import LayerMixin, add_mixin
+from pipeline.train.models.adapters import Adapter, Merged
+from pipeline.train.models.config import FlowConfig
+from pipeline.train.models.spec import ModelSpec, Values
+from pipeline.train.parallel.microbatch import Outputs
+from pipeline.train.training.objectives.flow import Flow
 
 LAYER = "transformer_blocks.1.attn2.to_q"
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.cache import arrow, cache, connections, index, keys, scratch, snapshot, snapshot_lists
-from pipeline.encoding import scan_rows
-from pipeline.snapshots import join
-from pipeline.sources import folder
+from pipeline.data.cache import arrow, cache, connections, index, keys, scratch, snapshot, snapshot_lists
+from pipeline.data.encoding import scan_rows
+from pipeline.data.snapshots import frames
+from pipeline.data.sources import folder
 
 
 def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two, runs of three, one byte in memory. Limits on which bytes depend (rows of a chunk, of a block, of a
     row group) stay as they are, so that results can be compared with those under the usual limits."""
-    for module in (arrow, scan_rows, join):
+    for module in (arrow, scan_rows, frames):
         monkeypatch.setattr(module, "ROWS", 2)
     for module in (keys, index):
         monkeypatch.setattr(module, "BATCH", 2)

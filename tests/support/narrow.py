@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config import Config, TrainConfig
-from pipeline.models.sana_config import SanaConfig
-from pipeline.parallel.mesh import Layout
-from pipeline.planning import auto
-from pipeline.planning.predict import Data, Machine
-from pipeline.planning.search import Search
-from pipeline.planning.trace import Shape
+from pipeline.config import Config
+from pipeline.tools.planning import auto
+from pipeline.tools.planning.predict import Data, Machine
+from pipeline.tools.planning.search import Search
+from pipeline.tools.planning.trace import Shape
+from pipeline.train.config import TrainConfig
+from pipeline.train.models.sana_config import SanaConfig
+from pipeline.train.parallel.mesh import Layout
 
 NARROW = SanaConfig(
     num_layers=3,
@@ -33,4 +34,4 @@ def decide(
     config: Config, shape: SanaConfig, data: Data, machine: Machine, begun: auto.Begun | None = None
 ) -> tuple[TrainConfig, list[str]]:
     """`auto.decide` by a search that is opened where it is needed."""
-    return auto.decide(config.train, machine, lambda: Search(shape, data, machine, config.bears), begun)
+    return auto.decide(config.train, machine, lambda: Search(shape, data, machine, config.supports), begun)

@@ -14,14 +14,15 @@ from diffusers.models.embeddings import get_2d_sincos_pos_embed
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from pipeline.config import TrainConfig
-from pipeline.models.spec import ModelSpec, Values
+from pipeline.train.config import TrainConfig
+from pipeline.train.models.spec import ModelSpec, Values
 
 CLASS = "PixArtTransformer2DModel"
 
 
 class Module(PixArtTransformer2DModel):
-    """diffusers' model with the inputs of a `Recipe`, its blocks, and a position embedding that is computed anew."""
+    """diffusers' model with the inputs of an `Objective`, its blocks, and a position embedding that is computed
+    anew."""
 
     tensor_parallel_plan: Mapping[str, str] = {}
 

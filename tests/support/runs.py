@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.base.launch import Launch
 from pipeline.config import Config
-from pipeline.launch import Launch
-from pipeline.training import build, checkpoint
-from pipeline.training.task import Report, TrainingTask
-from pipeline.training.trainer import fit
+from pipeline.train.models.config import ModelConfig
+from pipeline.train.training import build, checkpoint
+from pipeline.train.training.task import Report
+from pipeline.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.workers import tiny_run
 
@@ -27,7 +28,7 @@ def fit_tiny(
     **options: Any,
 ) -> Report:
     task = tiny_run.task(settings, **options)
-    return fit(settings, task, Launch(), resume=resume, origin=origin, log=log or (lambda line: None))
+    return fit(settings.train, task, Launch(), resume=resume, origin=origin, log=log or (lambda line: None))
 
 
 def same_checkpoints(one: Path, other: Path) -> bool:
@@ -43,8 +44,8 @@ def same_checkpoints(one: Path, other: Path) -> bool:
 def dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = build.architecture_of
 
-    def architecture(config: Config, task: TrainingTask) -> Any:
-        spec: Any = plain(config, task)
+    def architecture(model: ModelConfig, sample_size: int) -> Any:
+        spec: Any = plain(model, sample_size)
         return replace(spec, dropout=0.3)
 
     monkeypatch.setattr(build, "architecture_of", architecture)

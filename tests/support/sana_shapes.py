@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.models.sana_config import SanaConfig
+from pipeline.train.models.sana_config import SanaConfig
 
 SMALL = SanaConfig(
     num_layers=28,

@@ -8,9 +8,9 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import DataConfig
-from pipeline.sources.detect import open_source
-from pipeline.sources.source import Fragment, Item, ListedItems, Part, Source
+from pipeline.data.sources.config import DataConfig
+from pipeline.data.sources.detect import open_source
+from pipeline.data.sources.source import Fragment, Item, ListedItems, Part, Source
 
 Rows = list[tuple[str, bytes | str | dict[str, Any]]]
 

@@ -14,17 +14,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import index, layout, shard
-from pipeline.cache.cache import Cache, Unit
-from pipeline.cache.recipes import Recipe
-from pipeline.cache.scan_table import SCAN
 from pipeline.config import Config, load
-from pipeline.images import buckets
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
-from pipeline.sources import caption_rules as captions
+from pipeline.data.cache import index, layout, shard
+from pipeline.data.cache.cache import Cache, Unit
+from pipeline.data.cache.encodings import Encoding
+from pipeline.data.cache.scan_table import SCAN
+from pipeline.data.images import buckets
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
+from pipeline.data.sources import caption_rules as captions
+from pipeline.tools.locations import cache_location
 
-LATENT = LatentRecipe(weights="w", compression=8, channels=4, decoder="pillow-srgb-1")
+LATENT = LatentEncoding(weights="w", compression=8, channels=4, decoder="pillow-srgb-1")
 TABLE = [(16, 32), (16, 24), (24, 24), (24, 16), (32, 16)]
 PER_UNIT = 50
 
@@ -53,13 +54,13 @@ def config(root: Path | str, *overrides: str) -> Config:
     )
 
 
-def text_recipe(of: Config) -> TextRecipe:
-    return TextRecipe(
+def text_encoding(of: Config) -> TextEncoding:
+    return TextEncoding(
         weights="w",
         width=6,
         dtype=of.text.dtype,
         instruction=captions.instruction(of.text),
-        normalisation=of.text.recipe,
+        normalisation=of.text.prompting,
         max_length=of.text.max_length,
     )
 
@@ -79,8 +80,8 @@ def add(
         without: items whose latents are not made.
     """
     pictures, table = list(pictures), table or TABLE
-    cache = Cache.of(of, create=True)
-    text = text_recipe(of)
+    cache = cache_location(of).open(create=True)
+    text = text_encoding(of)
     rows = [
         {
             "item": p.item,
@@ -96,15 +97,15 @@ def add(
         for p in pictures
     ]
     scan = pa.Table.from_pylist(rows, schema=SCAN)
-    for recipe in (LATENT, text):
-        cache.add_recipe(recipe)
+    for encoding in (LATENT, text):
+        cache.add_encoding(encoding)
     cache.add_scan(
         source,
         {
             "source": source,
             "root": "/nowhere",
             "table": cache.put_table(scan),
-            "recipes": {"latent": LATENT.name, "text": text.name},
+            "encodings": {"latent": LATENT.name, "text": text.name},
             "buckets": [list(b) for b in table],
         },
     )
@@ -123,19 +124,19 @@ def add(
     return cache
 
 
-def _make(cache: Cache, recipe: Recipe, arrays: dict[bytes, np.ndarray], texts: dict[bytes, str]) -> None:
+def _make(cache: Cache, encoding: Encoding, arrays: dict[bytes, np.ndarray], texts: dict[bytes, str]) -> None:
     """Append one plan with the records that no shard holds yet, committed unit by unit."""
-    stored = cache.index(recipe.name)
+    stored = cache.index(encoding.name)
     missing = [key for key in arrays if not stored.has(key)]
     if not missing:
         return
-    number, units, commits = len(cache.plans(recipe.name)), [], []
+    number, units, commits = len(cache.plans(encoding.name)), [], []
     for start in range(0, len(missing), PER_UNIT):
         keys = missing[start : start + PER_UNIT]
-        unit = layout.digest("unit", recipe.name, str(number), *keys).hex()
-        with shard.ShardWriter(cache.files, recipe, unit) as writer:
+        unit = layout.digest("unit", encoding.name, str(number), *keys).hex()
+        with shard.ShardWriter(cache.files, encoding, unit) as writer:
             for key in keys:
-                if recipe.kind == "latent":
+                if encoding.kind == "latent":
                     writer.add(key, arrays[key])
                 elif key in texts:
                     writer.add(key, arrays[key], caption=texts[key])
@@ -143,10 +144,10 @@ def _make(cache: Cache, recipe: Recipe, arrays: dict[bytes, np.ndarray], texts: 
                     writer.add(key, arrays[key], caption="", valid=1)
             commits.append(index.commit_of(cache.files, unit, writer.finish()))
         units.append(Unit(unit, start, len(keys), 8))
-    cache.add_plan(recipe.name, number, units, pa.table({"key": pa.array(missing, pa.binary(16))}))
+    cache.add_plan(encoding.name, number, units, pa.table({"key": pa.array(missing, pa.binary(16))}))
     for commit in commits:
-        index.publish_commit(cache.files, recipe.name, number, commit)
-    index.merge(cache.files, recipe.name, number, [unit.unit for unit in units])
+        index.publish_commit(cache.files, encoding.name, number, commit)
+    index.merge(cache.files, encoding.name, number, [unit.unit for unit in units])
 
 
 def _bits(key: bytes, shape: tuple[int, ...]) -> np.ndarray:

@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.cache import index, layout, shard, snapshot
-from pipeline.cache.cache import Cache, Unit
-from pipeline.cache.snapshot import Bucket, Head, Policies, TextPlace
-from pipeline.cache.snapshot_lists import ChunkTable, ShardTable
-from pipeline.signals.latent import LatentRecipe
-from pipeline.signals.text import TextRecipe
+from pipeline.data.cache import index, layout, shard, snapshot_samples
+from pipeline.data.cache.cache import Cache, Unit
+from pipeline.data.cache.snapshot_head import Bucket, Head, Policies, TextPlace
+from pipeline.data.cache.snapshot_lists import ChunkTable, ShardTable
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 
 SIZES = {(16, 16): 30, (16, 24): 26, (24, 16): 7}
 BATCH = 24
 
 
-def recipes(storage: str = "bf16", weights: str = "w") -> tuple[LatentRecipe, TextRecipe]:
+def encodings(storage: str = "bf16", weights: str = "w") -> tuple[LatentEncoding, TextEncoding]:
     return (
-        LatentRecipe(weights=weights, compression=8, channels=2, storage=storage),
-        TextRecipe(weights=weights, width=3, max_length=9, storage=storage),
+        LatentEncoding(weights=weights, compression=8, channels=2, storage=storage),
+        TextEncoding(weights=weights, width=3, max_length=9, storage=storage),
     )
 
 
@@ -41,7 +41,7 @@ def build(
     """`sizes`: samples by bucket. Every third sample has two captions. Equal arguments, equal bytes."""
     cache = Cache(root, create=True)
     rng = np.random.default_rng(seed)
-    latent, text = recipes(storage, weights)
+    latent, text = encodings(storage, weights)
     records: dict[str, list[dict[str, Any]]] = {"latent": [], "text": []}
     order = [size for size, count in sizes.items() for _ in range(count)]
     for i, (height, width) in enumerate(order):
@@ -54,28 +54,28 @@ def build(
     records["text"].append({"key": text.null_key, "array": _bits(rng, (9, 3)), "caption": "", "valid": 1})
     rows_by_key: dict[bytes, dict[str, Any]] = {}
     shards: dict[str, dict[str, int]] = {"latent": {}, "text": {}}
-    for recipe in (latent, text):
-        kind_records = records[recipe.kind]
-        cache.add_recipe(recipe)
+    for encoding in (latent, text):
+        kind_records = records[encoding.kind]
+        cache.add_encoding(encoding)
         units, commits = [], []
         for start in range(0, len(kind_records), per_shard):
             unit = f"{start:032x}"
-            with shard.ShardWriter(cache.files, recipe, unit) as writer:
+            with shard.ShardWriter(cache.files, encoding, unit) as writer:
                 for record in kind_records[start : start + per_shard]:
                     more = {name: record[name] for name in ("caption", "valid") if name in record}
                     writer.add(record["key"], record["array"], **more)
                 name, size, table = writer.finish()
-            number = len(shards[recipe.kind])
+            number = len(shards[encoding.kind])
             rows_by_key.update({row["key"]: {**row, "number": number, "name": name} for row in table.to_pylist()})
-            shards[recipe.kind][name] = size
+            shards[encoding.kind][name] = size
             units.append(Unit(unit, start, table.num_rows, 1))
             commits.append(index.commit_of(cache.files, unit, (name, size, table)))
         cache.add_plan(
-            recipe.name, 0, units, pa.table({"key": pa.array([r["key"] for r in kind_records], pa.binary(16))})
+            encoding.name, 0, units, pa.table({"key": pa.array([r["key"] for r in kind_records], pa.binary(16))})
         )
         for commit in commits:
-            index.publish_commit(cache.files, recipe.name, 0, commit)
-        assert index.merge(cache.files, recipe.name, 0, [u.unit for u in units])
+            index.publish_commit(cache.files, encoding.name, 0, commit)
+        assert index.merge(cache.files, encoding.name, 0, [u.unit for u in units])
     rows, written, buckets, first = [], [], [], 0
     for (height, width), count in sizes.items():
         buckets.append(Bucket(height, width, count, batch))
@@ -111,13 +111,13 @@ def build(
         rows += [pair[0] for pair in picked]
         written += [pair[1] for pair in picked]
         first += count
-    null = rows_by_key[text.null_key]
+    null, chunk_rows = rows_by_key[text.null_key], snapshot_samples.CHUNK_ROWS
     tables = (
-        pa.Table.from_pylist(rows, schema=snapshot.samples_schema([latent, text])),
-        pa.Table.from_pylist(written, schema=snapshot.NAMES),
+        pa.Table.from_pylist(rows, schema=snapshot_samples.samples_schema([latent, text])),
+        pa.Table.from_pylist(written, schema=snapshot_samples.NAMES),
     )
     head = Head(
-        recipes={"latent": latent.values(), "text": text.values()},
+        encodings={"latent": latent.values(), "text": text.values()},
         policies=Policies(small, pad_text_multiple=2),
         buckets=tuple(buckets),
         shards={kind: ShardTable.of(sizes, sizes.values()) for kind, sizes in shards.items()},
@@ -133,8 +133,8 @@ def build(
         left_out={},
         sources={},
         chunks=ChunkTable.of(
-            snapshot.write_chunk(cache.files, *(table.slice(first, snapshot.CHUNK_ROWS) for table in tables))
-            for first in range(0, len(rows), snapshot.CHUNK_ROWS)
+            snapshot_samples.write_chunk(cache.files, *(table.slice(first, chunk_rows) for table in tables))
+            for first in range(0, len(rows), chunk_rows)
         ),
     )
     cache.add_snapshot(head, None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.demo import small_models
-from pipeline.models.sampler import scheduler
-from pipeline.sources.caption_rules import INSTRUCTIONS
+from pipeline.data.sources.caption_rules import INSTRUCTIONS
+from pipeline.tools.demo import small_models
+from pipeline.train.models.sampler import scheduler
 
 CAPTIONS = (
     "a red circle on a white table",

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
-from pipeline.models.sana_files import WeightFiles
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import SanaConfig
+from pipeline.train.models.sana_files import WeightFiles
 
 TINY = SanaConfig(
     in_channels=4,
@@ -48,7 +48,8 @@ def inputs(shape: tuple[int, int], seed: int = 4) -> tuple[Tensor, Tensor, Tenso
 def load_weights(folder: Path, variant: str | None = None) -> tuple[SanaConfig, dict[str, Tensor]]:
     """The configuration, and every parameter in the file's dtype and our layout."""
     files = WeightFiles(folder, variant)
-    return files.config, {name: files.read(name, [0] * len(shape), shape) for name, shape in files.shapes.items()}
+    config = SanaConfig.from_dict(files.config.to_dict())
+    return config, {name: files.read(name, [0] * len(shape), shape) for name, shape in files.shapes.items()}
 
 
 def load_transformer(

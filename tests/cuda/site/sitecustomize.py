@@ -57,9 +57,9 @@ def finite_captions(module):
 
 
 CHANGES = {
-    "pipeline.training.step": finite_steps,
-    "pipeline.training.throughput": small_losses,
-    "pipeline.models.text": finite_captions,
+    "pipeline.train.training.step": finite_steps,
+    "pipeline.train.training.throughput": small_losses,
+    "pipeline.data.encoders.text": finite_captions,
 }
 
 

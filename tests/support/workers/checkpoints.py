@@ -19,20 +19,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
+from pipeline.base.errors import UserError
+from pipeline.base.launch import Launch
+from pipeline.base.processes import run_and_exit
 from pipeline.config import Config
-from pipeline.errors import UserError
-from pipeline.launch import Launch
-from pipeline.loader.loader import Batch
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig
-from pipeline.models.sana_files import WeightFiles, save_weights
-from pipeline.models.spec import Values
-from pipeline.parallel import collectives, mesh
-from pipeline.parallel.load_sharded import load_sharded
-from pipeline.parallel.parallelize import parallelize
-from pipeline.processes import run_and_exit
-from pipeline.training import checkpoint, metrics
-from pipeline.training.trainer import fit
+from pipeline.data.loader.loader import Batch
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import SanaConfig
+from pipeline.train.models.sana_files import WeightFiles, save_weights
+from pipeline.train.models.spec import Values
+from pipeline.train.parallel import collectives, mesh
+from pipeline.train.parallel.load_sharded import load_sharded
+from pipeline.train.parallel.parallelize import parallelize
+from pipeline.train.training import checkpoint, metrics
+from pipeline.train.training.trainer import fit
 from tests.support.tiny_sana import load_weights
 from tests.support.workers import strategies, tiny_run
 from tests.support.workers.strategies import DDP, FSDP2, TP
@@ -90,7 +90,7 @@ def run(own: Launch, settings: Config, begin: Path | None = None, **options: Any
     try:
         layout = mesh.check_sizes(settings.train.parallel, own.world)
         task = tiny_run.task(settings, layout.data_rank(own.rank), layout.data_world, **options)
-        fit(settings, task, own, resume="auto", origin=begin, log=lambda line: None)
+        fit(settings.train, task, own, resume="auto", origin=begin, log=lambda line: None)
     except UserError as error:
         return f"{type(error).__name__}: {error}"
     return ""

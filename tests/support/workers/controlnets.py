@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.launch import Launch
-from pipeline.models.adapters.controlnet import PREFIX
-from pipeline.models.sana_config import SanaConfig, deinterleave
-from pipeline.parallel import mesh
-from pipeline.parallel.microbatch import Outputs
-from pipeline.parallel.parallelize import parallelize
-from pipeline.processes import run_and_exit
+from pipeline.base.launch import Launch
+from pipeline.base.processes import run_and_exit
+from pipeline.train.models.adapters.controlnet import PREFIX
+from pipeline.train.models.sana_config import SanaConfig
+from pipeline.train.models.sana_shape import deinterleave
+from pipeline.train.parallel import mesh
+from pipeline.train.parallel.microbatch import Outputs
+from pipeline.train.parallel.parallelize import parallelize
 from tests.support.controlnets import saved, trained
 from tests.support.workers import strategies, tiny_run
 
@@ -59,7 +60,7 @@ def alone(launch: Launch) -> None:
     given |= {"timestep": inputs["timesteps"], "return_dict": False}
     (added,) = control(inputs["latents"], controlnet_cond=inputs["control"], conditioning_scale=1.0, **given)
     output = base(inputs["latents"], controlnet_block_samples=tuple(added), **given)[0]
-    loss = step.recipe.losses(Outputs(output, {}, {}), targets)["flow"].mean()
+    loss = step.objective.losses(Outputs(output, {}, {}), targets)["flow"].mean()
     loss.backward()
     gradients = {f"{PREFIX}{name}": p.grad for name, p in control.named_parameters()}
     torch.save((loss.item(), gradients), Path(sys.argv[1]) / "alone.pt")

@@ -17,16 +17,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from pipeline.config import Config, SampleConfig
-from pipeline.launch import Launch
-from pipeline.models.sampler import Sampling, prompt_noise, sample
-from pipeline.parallel import mesh
-from pipeline.processes import run_and_exit
-from pipeline.training import checkpoint
-from pipeline.training import drawings as in_training
-from pipeline.training.stop_request import StopRequest
-from pipeline.training.task import Report
-from pipeline.training.trainer import fit
+from pipeline.base.launch import Launch
+from pipeline.base.processes import run_and_exit
+from pipeline.config import Config
+from pipeline.train.models.config import SampleConfig
+from pipeline.train.models.sampler import Sampling, prompt_noise, sample
+from pipeline.train.parallel import mesh
+from pipeline.train.training import checkpoint
+from pipeline.train.training import drawings as in_training
+from pipeline.train.training.stop_request import StopRequest
+from pipeline.train.training.task import Report
+from pipeline.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.workers import strategies, tiny_run
 from tests.support.workers.pipelines import pp
@@ -74,7 +75,7 @@ def run(
     task = tiny_run.task(settings, layout.data_rank(launch.rank), layout.data_world)
     if texts is not None and task.pictures is not None:
         task = replace(task, pictures=replace(task.pictures, texts=task.pictures.texts[:texts]))
-    return fit(settings, task, launch, resume=resume, log=lambda line: None, stop=stop)
+    return fit(settings.train, task, launch, resume=resume, log=lambda line: None, stop=stop)
 
 
 def drawn(folder: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from pipeline.base.errors import UserError
+from pipeline.base.launch import detect
+from pipeline.base.processes import run_and_exit
 from pipeline.cli import main as command_line
-from pipeline.errors import UserError
-from pipeline.launch import detect
-from pipeline.loader.loader import Batch
-from pipeline.parallel.parallelize import Microbatch
-from pipeline.processes import run_and_exit
-from pipeline.training.step import TrainStep
-from pipeline.training.trainer import fit
+from pipeline.data.loader.loader import Batch
+from pipeline.train.parallel.parallelize import Microbatch
+from pipeline.train.training.step import TrainStep
+from pipeline.train.training.trainer import fit
 from stages import train as stage
 from tests.support.workers import tiny_run
 
@@ -30,7 +30,7 @@ def run(*args: object, **options: object) -> None:
 
     TrainStep.prepare = fail  # type: ignore[method-assign]
     settings = tiny_run.config(Path(sys.argv[1]), steps=8, save_every=2)
-    fit(settings, tiny_run.task(settings, launch.rank, launch.world), launch, log=lambda line: None)
+    fit(settings.train, tiny_run.task(settings, launch.rank, launch.world), launch, log=lambda line: None)
 
 
 if __name__ == "__main__":

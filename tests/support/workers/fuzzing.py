@@ -30,20 +30,20 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from pipeline import config
-from pipeline.cache import codec, layout, shard
-from pipeline.cache.cache import Cache
-from pipeline.cache.files import Files
-from pipeline.config import DataConfig
-from pipeline.encoding import scan
-from pipeline.errors import UserError
-from pipeline.images import decoding, vips_decoder
-from pipeline.models.sana_config import read_config
-from pipeline.processes import run_and_exit
-from pipeline.signals.text import TextRecipe
-from pipeline.snapshots import filters
-from pipeline.sources.detect import open_source
-from pipeline.sources.source import Place
-from pipeline.work import claims
+from pipeline.base.errors import UserError
+from pipeline.base.processes import run_and_exit
+from pipeline.data.cache import codec, layout, shard
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.files import Files
+from pipeline.data.encoding import scan
+from pipeline.data.images import decoding, vips_decoder
+from pipeline.data.signals.text import TextEncoding
+from pipeline.data.snapshots import filters
+from pipeline.data.sources.config import DataConfig
+from pipeline.data.sources.detect import open_source
+from pipeline.data.sources.source import Place
+from pipeline.data.work import claims
+from pipeline.train.models.sana_shape import read_config
 
 SECONDS = 5.0
 """Of the processor, for one input."""
@@ -95,8 +95,8 @@ RECORDS = shard.records_schema("latent").empty_table()
 
 def shard_file() -> bytes:
     folder = Path(FOLDER) / "shard"
-    recipe = TextRecipe(weights="w", width=6)
-    with shard.ShardWriter(Cache(folder, create=True).files, recipe, "unit") as writer:
+    encoding = TextEncoding(weights="w", width=6)
+    with shard.ShardWriter(Cache(folder, create=True).files, encoding, "unit") as writer:
         for i in range(3):
             writer.add(bytes([i] * 16), np.full((3, 6), i, np.uint16), caption=f"caption {i}")
         writer.finish()
@@ -212,13 +212,13 @@ def file_of(name: str, read: Callable[[Path], Any]) -> Callable[[bytes], None]:
 
 
 def dcp(path: Path) -> None:
-    from pipeline.training.metadata_reader import read_metadata
+    from pipeline.train.training.metadata_reader import read_metadata
 
     read_metadata(path)
 
 
 def document(path: Path) -> None:
-    from pipeline.training.checkpoint import read_document
+    from pipeline.train.training.checkpoint import read_document
 
     read_document(path.parent)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.cache.cache import Cache
-from pipeline.processes import run_and_exit
+from pipeline.base.processes import run_and_exit
+from pipeline.data.cache.cache import Cache
 from tests.support.consumed import loader, seen
 
 

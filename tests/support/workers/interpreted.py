@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
-from pipeline.kernels import gated_convolution_triton, linear_attention_triton
-from pipeline.processes import run_and_exit
+from pipeline.base.processes import run_and_exit
+from pipeline.train.kernels import gated_convolution_triton, linear_attention_triton
 
 _splat = InterpreterBuilder.create_splat
 """In triton 3.9 it repeats the result of a scalar comparison as int32, which no mask may be."""
@@ -134,7 +134,7 @@ def errors(
     sizes: Callable[..., list[float]] | None = None,
 ) -> dict[str, float]:
     """L2 error of the result and of each gradient, relative to the exact one or to `sizes(leaves, *more)`; a
-    gradient that is small beside the others is compared with a tenth of the largest."""
+    gradient that is small compared with the others is compared with a tenth of the largest."""
     memory = Poisoned()
     given = [poisoned(x, x.dtype, memory) for x in given]
     leaves = [x.double().requires_grad_() for x in given]

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from pipeline.launch import Launch
-from pipeline.processes import run_and_exit
-from pipeline.training import checkpoint
-from pipeline.training.trainer import fit
+from pipeline.base.launch import Launch
+from pipeline.base.processes import run_and_exit
+from pipeline.train.training import checkpoint
+from pipeline.train.training.trainer import fit
 from tests.support.workers import tiny_run
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     else:
         raise SystemExit(f"unknown point {point}")
     settings = tiny_run.config(run, **options)
-    fit(settings, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: print(line, flush=True))
+    fit(settings.train, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":

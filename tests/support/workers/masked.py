@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from pipeline.launch import Launch
-from pipeline.parallel import collectives, mesh
-from pipeline.parallel.parallelize import parallelize
-from pipeline.processes import run_and_exit
+from pipeline.base.launch import Launch
+from pipeline.base.processes import run_and_exit
+from pipeline.train.parallel import collectives, mesh
+from pipeline.train.parallel.parallelize import parallelize
 from tests.support.workers import pipelines, strategies, tiny_run
 
 CPU = torch.device("cpu")

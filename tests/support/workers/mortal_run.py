@@ -14,9 +14,9 @@ import threading
 import time
 from pathlib import Path
 
-from pipeline.launch import detect
-from pipeline.processes import run_and_exit
-from pipeline.training.trainer import fit
+from pipeline.base.launch import detect
+from pipeline.base.processes import run_and_exit
+from pipeline.train.training.trainer import fit
 from tests.support.workers import tiny_run
 
 STEPS = 12
@@ -36,7 +36,7 @@ def main() -> None:
                 mark.touch()
                 if seconds < 0:
                     saved = run / f"checkpoints/step-{step // SAVE_EVERY * SAVE_EVERY:08d}"
-                    while not saved.exists():  # it is written beside the steps, by all processes
+                    while not saved.exists():  # it is written alongside the steps, by all processes
                         time.sleep(0.02)
                     os.kill(os.getpid(), signal.SIGSTOP)
                 elif seconds:
@@ -47,7 +47,7 @@ def main() -> None:
 
     settings = tiny_run.config(run, steps=STEPS, save_every=SAVE_EVERY, microbatch=2)
     task = tiny_run.task(settings, launch.rank, launch.world, touch=touch)
-    fit(settings, task, launch, resume="auto", log=lambda line: print(line, flush=True))
+    fit(settings.train, task, launch, resume="auto", log=lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":

@@ -20,23 +20,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from pipeline.base.launch import Launch
+from pipeline.base.processes import run_and_exit
 from pipeline.config import Config
-from pipeline.launch import Launch
-from pipeline.parallel import collectives, mesh
-from pipeline.parallel.parallelize import ParallelModel, parallelize
-from pipeline.parallel.shards import local
-from pipeline.processes import run_and_exit
-from pipeline.training import optimizers
-from pipeline.training.optimizers import came
-from pipeline.training.optimizers.came import CAME
-from pipeline.training.trainer import fit
+from pipeline.train.parallel import collectives, mesh
+from pipeline.train.parallel.parallelize import ParallelModel, parallelize
+from pipeline.train.parallel.shards import local
+from pipeline.train.training import optimizers
+from pipeline.train.training.optimizers import came
+from pipeline.train.training.optimizers.came import CAME
+from pipeline.train.training.trainer import fit
 from tests.support.workers import tiny_run
 from tests.support.workers.strategies import launches
 
 CPU = torch.device("cpu")
 SHAPES = [(7, 5), (2, 16), (10, 6, 1, 1), (12, 1, 3, 3), (8, 6, 3, 3), (9,), (3,), (3, 5)]
 JOINT = ((0, 7), (5, 6))
-"""Which of them are rows of one matrix, or of one vector, under NVlabs' recipe."""
+"""Which of them are rows of one matrix, or of one vector, under NVlabs' numerics."""
 PLACES: dict[str, tuple[tuple[int, ...], list[Any]]] = {
     "rows": ((4,), [Shard(0)]),
     "columns": ((4,), [Shard(1)]),
@@ -224,7 +224,7 @@ def resumed(launch: Launch, name: str, link: int) -> None:
         if world == 1
         else Launch(launch.rank, world, launch.rank, world, rendezvous=f"{launch.rendezvous}-{name}-{link}")
     )
-    fit(settings, task, here, resume="auto", log=lambda line: None)
+    fit(settings.train, task, here, resume="auto", log=lambda line: None)
 
 
 def uninterrupted(launch: Launch, name: str) -> None:
@@ -238,7 +238,7 @@ def uninterrupted(launch: Launch, name: str) -> None:
         layers=2,
         precision=precision,
     )
-    fit(settings, tiny_run.task(settings), Launch(), log=lambda line: None)
+    fit(settings.train, tiny_run.task(settings), Launch(), log=lambda line: None)
 
 
 def alone() -> None:
@@ -254,7 +254,7 @@ def main() -> None:
     torch.set_num_threads(1)
     names = ["came"]
     if importlib.util.find_spec("torchao"):
-        import pipeline.training.optimizers.adamw_8bit  # noqa: F401  # once, not in every process
+        import pipeline.train.training.optimizers.adamw_8bit  # noqa: F401  # once, not in every process
 
         names.append("adamw8bit")
     launches(1, FOLDER, lambda launch: alone())

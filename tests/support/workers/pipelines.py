@@ -16,18 +16,18 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from pipeline.base.errors import UserError
+from pipeline.base.launch import Launch
+from pipeline.base.processes import run_and_exit
 from pipeline.config import Config
-from pipeline.errors import UserError
-from pipeline.launch import Launch
-from pipeline.loader.loader import Batch
-from pipeline.models.sana import SanaTransformer
-from pipeline.parallel import collectives, mesh
-from pipeline.parallel.activation_checkpoint import ManagedActivations
-from pipeline.parallel.parallelize import ParallelModel, PipelineParallelModel, parallelize
-from pipeline.parallel.pipeline_parallel import Pipeline
-from pipeline.processes import run_and_exit
-from pipeline.training import metrics
-from pipeline.training.trainer import fit
+from pipeline.data.loader.loader import Batch
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.parallel import collectives, mesh
+from pipeline.train.parallel.activation_checkpoint import ManagedActivations
+from pipeline.train.parallel.parallelize import ParallelModel, PipelineParallelModel, parallelize
+from pipeline.train.parallel.pipeline_parallel import Pipeline
+from pipeline.train.training import metrics
+from pipeline.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.workers import strategies, tiny_run
 
@@ -166,7 +166,7 @@ def run(
     settings = settings_of({**case, "output": str(folder / name), "steps": steps, "ema": {"decay": 0.9}})
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
     given = tiny_run.task(settings, layout.data_rank(launch.rank), layout.data_world, **task)
-    fit(settings, given, launch, resume=resume, log=lambda line: None)
+    fit(settings.train, given, launch, resume=resume, log=lambda line: None)
 
 
 def resumed(launch: Launch, folder: Path) -> None:

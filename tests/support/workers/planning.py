@@ -19,19 +19,18 @@ from typing import Any
 import stages.encode
 from benchmarks import large_cache
 from benchmarks.report import resident
-from pipeline.cache.cache import Cache
+from pipeline.base.errors import UserError
+from pipeline.base.processes import run_and_exit
 from pipeline.config import load
-from pipeline.encoding import plan as planning
-from pipeline.encoding.fragments import Fragments
-from pipeline.encoding.reading import Reading
-from pipeline.errors import UserError
-from pipeline.images import buckets
-from pipeline.processes import run_and_exit
-from pipeline.sources.source import Source
-from pipeline.work.claims import Claims
-from pipeline.work.engine import Worker, make_units
-from pipeline.work.progress import Progress
-from pipeline.work.stop import Stop
+from pipeline.data.cache.cache import Cache
+from pipeline.data.encoding import plan as planning
+from pipeline.data.encoding.fragments import Fragments
+from pipeline.data.images import buckets
+from pipeline.data.sources.source import Source
+from pipeline.data.work.claims import Claims
+from pipeline.data.work.engine import Worker, make_units
+from pipeline.data.work.progress import Progress
+from pipeline.data.work.stop import Stop
 from tests.support.empty_units import Maker
 
 WAIT_S = 240
@@ -58,10 +57,10 @@ def encode_run(
 ) -> stages.encode.EncodeRun:
     """A run whose engine commits empty units."""
     config = load(None, [f"cache={cache_root}", *options])
-    cache = Cache.of(config, create=True)
-    latent, text = large_cache.recipes(config)
-    for recipe in (latent, text):
-        cache.add_recipe(recipe)
+    cache = Cache(config.cache, create=True)
+    latent, text = large_cache.encodings(config)
+    for encoding in (latent, text):
+        cache.add_encoding(encoding)
     worker = Worker(Claims(cache.files, stale_s), Stop(0), task, tasks)
 
     @contextmanager
@@ -83,7 +82,7 @@ def encode_run(
         "empty",
         {source.name: source},
         source,
-        Reading(config, None),
+        stages.encode.reading_of(config),
         [latent, text],
         table,
     )
@@ -142,9 +141,7 @@ def main(
     if items:
         source: Source = large_cache.source(Path(cache).parent, config, items)
     else:
-        from pipeline.encoding import survey
-
-        source, _ = survey.opened(config, data, "photos", None)
+        _, source, _ = stages.encode.opened(config, data, "photos", None)
     run = encode_run(cache, source, task, tasks, stale_s, options or [], note)
     note(f"began {resident('RssAnon')}")
     began = time.process_time()

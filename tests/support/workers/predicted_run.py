@@ -12,18 +12,18 @@ import sys
 import torch
 
 from benchmarks.real_step import made_up_batch
-from pipeline.config import TrainConfig
-from pipeline.launch import detect
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import numerics
-from pipeline.parallel.mesh import open_mesh
-from pipeline.parallel.parallelize import parallelize
-from pipeline.parallel.shards import local
-from pipeline.planning.trace import trace
-from pipeline.processes import run_and_exit
-from pipeline.training import optimizers
-from pipeline.training.recipes.flow import Flow
-from pipeline.training.step import TrainStep
+from pipeline.base.launch import detect
+from pipeline.base.processes import run_and_exit
+from pipeline.tools.planning.trace import trace
+from pipeline.train.config import TrainConfig
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import numerics
+from pipeline.train.parallel.mesh import open_mesh
+from pipeline.train.parallel.parallelize import parallelize
+from pipeline.train.parallel.shards import local
+from pipeline.train.training import optimizers
+from pipeline.train.training.objectives.flow import Flow
+from pipeline.train.training.step import TrainStep
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
 
 

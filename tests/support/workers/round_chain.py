@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.launch import detect
+from pipeline.base.processes import run_and_exit
 from pipeline.config import Config
-from pipeline.launch import detect
-from pipeline.parallel.mesh import reopening
-from pipeline.processes import run_and_exit
-from pipeline.training.trainer import Loop
+from pipeline.train.parallel.mesh import reopening
+from pipeline.train.training.trainer import Loop
 from stages import train
 from tests.support.workers import tiny_run
 

@@ -6,17 +6,17 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.cache.cache import Cache
-from pipeline.config import DataConfig
-from pipeline.encoding import scan as scanning
-from pipeline.encoding import scan_rows
-from pipeline.encoding.fragments import Fragments
-from pipeline.processes import run_and_exit
-from pipeline.sources.detect import open_source
-from pipeline.sources.source import Place, Source
-from pipeline.work.claims import Claims
-from pipeline.work.engine import Worker
-from pipeline.work.stop import Stop, Stopped
+from pipeline.base.processes import run_and_exit
+from pipeline.data.cache.cache import Cache
+from pipeline.data.encoding import scan as scanning
+from pipeline.data.encoding import scan_rows
+from pipeline.data.encoding.fragments import Fragments
+from pipeline.data.sources.config import DataConfig
+from pipeline.data.sources.detect import open_source
+from pipeline.data.sources.source import Place, Source
+from pipeline.data.work.claims import Claims
+from pipeline.data.work.engine import Worker
+from pipeline.data.work.stop import Stop, Stopped
 
 RUN = 4
 
@@ -54,7 +54,7 @@ def main(cache_root: str, data: str, log: str, task: str, tasks: str, stale_s: s
                 fragments=fragments,
             )
             cache.add_scan(
-                "photos", {"root": data, "table": cache.put_table(table), "recipes": {"latent": "l", "text": "t"}}
+                "photos", {"root": data, "table": cache.put_table(table), "encodings": {"latent": "l", "text": "t"}}
             )
             fragments.finish()
     except Stopped:

@@ -1,6 +1,6 @@
 """Runs with adapters and with a second loss on two processes: torchrun -m tests.support.workers.seams FOLDER.
 
-FOLDER has the runs of one process (`made`); the results are run directories beside them.
+FOLDER has the runs of one process (`made`); the results are run directories next to them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
-from pipeline.config import AdapterConfig, Config, ControlNetConfig, PicturesConfig, PreserveConfig, SampleConfig
-from pipeline.launch import Launch, detect
-from pipeline.parallel import mesh
-from pipeline.processes import run_and_exit
-from pipeline.training.task import Report
-from pipeline.training.trainer import fit
+from pipeline.base.launch import Launch, detect
+from pipeline.base.processes import run_and_exit
+from pipeline.config import Config
+from pipeline.train.models.config import AdapterConfig, ControlNetConfig, SampleConfig
+from pipeline.train.parallel import mesh
+from pipeline.train.training.config import PicturesConfig, PreserveConfig
+from pipeline.train.training.task import Report
+from pipeline.train.training.trainer import fit
 from tests.support.low_rank import Aligned, LowRank
 from tests.support.workers import tiny_run
 
@@ -44,7 +46,7 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
         "dora": {"preserved": [PROMPT]},
         "controlnet": {},
         "low rank": {"adapter": LowRank()},
-        "aligned": {"recipe": Aligned(given.train.flow)},
+        "aligned": {"objective": Aligned(given.train.flow)},
     }
     part = parts[kind]
     if kind == "dora":
@@ -56,7 +58,7 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
         given = given.with_train(controlnet=ControlNetConfig(layers=2, control_drop=0.3), pictures=drawing)
         given = given.model_copy(update={"sample": SampleConfig(steps=2)})
         task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
-    return fit(given, replace(task, **part), launch, log=lambda line: None, **options)
+    return fit(given.train, replace(task, **part), launch, log=lambda line: None, **options)
 
 
 def main() -> None:

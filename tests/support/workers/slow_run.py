@@ -1,4 +1,4 @@
-"""A run that would take minutes, in argv[1]; each process leaves its id beside the run directory."""
+"""A run that would take minutes, in argv[1]; each process leaves its id next to the run directory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from pipeline.launch import detect
-from pipeline.processes import run_and_exit
-from pipeline.training.trainer import fit
+from pipeline.base.launch import detect
+from pipeline.base.processes import run_and_exit
+from pipeline.train.training.trainer import fit
 from tests.support.workers import tiny_run
 
 
@@ -17,7 +17,7 @@ def main() -> None:
     (run.parent / f"rank-{launch.rank}.pid").write_text(str(os.getpid()))
     settings = tiny_run.config(run, steps=8000, microbatch=2)
     task = tiny_run.task(settings, launch.rank, launch.world, delay=0.02)
-    fit(settings, task, launch, log=lambda line: print(line, flush=True))
+    fit(settings.train, task, launch, log=lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import AwayError, UserError
-from pipeline.launch import detect
-from pipeline.loader.loader import Batch, LoaderState
-from pipeline.processes import run_and_exit
-from pipeline.training import feeding
-from pipeline.training.trainer import fit
+from pipeline.base.errors import AwayError, UserError
+from pipeline.base.launch import detect
+from pipeline.base.processes import run_and_exit
+from pipeline.data.loader.loader import Batch, LoaderState
+from pipeline.train.training import feeding
+from pipeline.train.training.trainer import fit
 from tests.support.workers import tiny_run
 
 FAILS_AT = 3
@@ -49,7 +49,7 @@ def main() -> None:
             task = replace(task, loader=lambda *span: Standing(iter(loader(*span)), unlucky))
         said: list[str] = []
         try:
-            fit(settings, task, replace(launch, rendezvous=f"file://{folder}/meeting-{name}"), log=said.append)
+            fit(settings.train, task, replace(launch, rendezvous=f"file://{folder}/meeting-{name}"), log=said.append)
         except UserError as error:
             result[name] = {"error": error.what, "kind": type(error).__name__, "code": error.exit_code, "said": said}
 

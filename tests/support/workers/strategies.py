@@ -20,13 +20,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from pipeline.base.launch import Launch
+from pipeline.base.processes import run_and_exit
 from pipeline.config import Config
-from pipeline.launch import Launch
-from pipeline.parallel import mesh
-from pipeline.parallel import parallelize as parallelizing
-from pipeline.parallel.parallelize import ParallelModel, parallelize
-from pipeline.processes import run_and_exit
-from pipeline.training import loss_scale
+from pipeline.train.parallel import mesh
+from pipeline.train.parallel import parallelize as parallelizing
+from pipeline.train.parallel.parallelize import ParallelModel, parallelize
+from pipeline.train.training import loss_scale
 from tests.support.workers import tiny_run
 
 CPU = torch.device("cpu")

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.config import Config, TrainConfig
-from pipeline.loader.loader import Batch, LoaderState
-from pipeline.models.sana import SanaTransformer
-from pipeline.models.sana_config import SanaConfig, numerics
-from pipeline.parallel.mesh import Layout
-from pipeline.parallel.microbatch import Outputs
-from pipeline.parallel.parallelize import ParallelModel
-from pipeline.training import optimizers
-from pipeline.training.assemble import recipe_of
-from pipeline.training.optimizers import in_backward
-from pipeline.training.step import TrainStep
-from pipeline.training.task import DrawnPrompts, TrainingTask
+from pipeline.config import Config, reads, written
+from pipeline.data.loader.loader import Batch, LoaderState
+from pipeline.train.config import TrainConfig
+from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_config import SanaConfig, numerics
+from pipeline.train.parallel.mesh import Layout
+from pipeline.train.parallel.microbatch import Outputs
+from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.training import optimizers
+from pipeline.train.training.assemble import objective_of
+from pipeline.train.training.optimizers import in_backward
+from pipeline.train.training.step import TrainStep
+from pipeline.train.training.task import DrawnPrompts, TrainingTask, WrittenConfiguration
 from tests.support.constants import with_site
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -174,7 +176,7 @@ def prompts(settings: Config, size: tuple[int, int] = (64, 64)) -> DrawnPrompts:
     def control(number: int) -> Tensor:
         return torch.randn(CHANNELS, size[0] // 8, size[1] // 8, generator=torch.Generator().manual_seed(number))
 
-    names = {"latent_recipe": "latents", "prompt_set": "five"}
+    names = {"latent_encoding": "latents", "prompt_set": "five"}
     given = control if settings.train.controlnet is not None else None
     return DrawnPrompts(TEXTS, rows, null, *size, compression=8, names=names, control=given)
 
@@ -211,7 +213,17 @@ def task(
         validation=None if train.validation is None else lambda layout: HeldOut(settings, rank, world),
         old_samples=np.array(OLD, np.uint64) if old else None,
         pictures=None if train.pictures is None else prompts(settings),
+        sample=settings.sample,
+        model=settings.model,
+        written=written_of(settings),
+        patience_s=settings.patience_s,
+        textfile=settings.metrics.textfile,
     )
+
+
+def written_of(settings: Config) -> WrittenConfiguration:
+    """What `Task.written` is for a configuration."""
+    return WrittenConfiguration(written(settings), partial(reads, "train"))
 
 
 def model(settings: Config, seed: int = 0) -> SanaTransformer:
@@ -245,7 +257,7 @@ def train_step(
     """A step on the CPU. Without an optimizer it only records the gradients."""
     parallel_model = model if isinstance(model, ParallelModel) else ParallelModel(model)
     optimizer = optimizer or Recorder(parallel_model.module)
-    return TrainStep(parallel_model, recipe_of(train), optimizer, train, torch.device("cpu"), **options)
+    return TrainStep(parallel_model, objective_of(train), optimizer, train, torch.device("cpu"), **options)
 
 
 def losses(step: TrainStep, batch: Batch) -> Tensor:
@@ -269,14 +281,14 @@ def train_losses(
 ) -> list[float]:
     """The losses of `steps` optimizer steps over made-up batches."""
     train, parallel_model = settings.train, model if isinstance(model, ParallelModel) else ParallelModel(model)
-    optimizer = optimizers.build(parallel_model.module, train.optim, torch.device("cpu"), recipe=train.recipe)
+    optimizer = optimizers.build(parallel_model.module, train.optim, torch.device("cpu"), numerics=train.numerics)
     step = train_step(parallel_model, train, optimizer)
     if train.optim.in_backward:
         in_backward.fuse(optimizer, parallel_model)
     result = []
     for number in range(steps):
         optimizers.set_learning_rate(
-            optimizer, optimizers.learning_rate(train.optim, number, train.steps, train.recipe)
+            optimizer, optimizers.learning_rate(train.optim, number, train.steps, train.numerics)
         )
         outcome = step(microbatches(global_batch(number), train.microbatch, rank, world), number + 1)
         result.append(float(outcome.loss))

@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from pipeline.base.errors import UserError
+from pipeline.base.launch import Launch, detect
+from pipeline.base.processes import run_and_exit
 from pipeline.config import Config
-from pipeline.errors import UserError
-from pipeline.launch import Launch, detect
-from pipeline.loader.loader import Batch
-from pipeline.models import sana_layers
-from pipeline.parallel import collectives, data_parallel, mesh
-from pipeline.parallel.parallelize import ParallelModel, parallelize
-from pipeline.processes import run_and_exit
-from pipeline.training import build, metrics
-from pipeline.training.task import Report
-from pipeline.training.trainer import fit
+from pipeline.data.loader.loader import Batch
+from pipeline.train.models import sana_layers
+from pipeline.train.parallel import collectives, data_parallel, mesh
+from pipeline.train.parallel.parallelize import ParallelModel, parallelize
+from pipeline.train.training import build, metrics
+from pipeline.train.training.task import Report
+from pipeline.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.workers import tiny_run
 
@@ -191,8 +191,8 @@ def other_weights(launch: Launch) -> dict[str, Any]:
     """The second process starts from other values."""
     settings = tiny_run.config(FOLDER / "mixed")
     task = tiny_run.task(settings, launch.rank, launch.world)
-    with mock.patch.object(build, "start_values", lambda config, spec: spec.initial(launch.rank)):
-        text = refusal(lambda: fit(settings, task, meeting(launch), log=quiet))
+    with mock.patch.object(build, "start_values", lambda weights, seed, spec: spec.initial(launch.rank)):
+        text = refusal(lambda: fit(settings.train, task, meeting(launch), log=quiet))
     return {"said": everywhere(text, launch, settings)}
 
 
@@ -200,7 +200,7 @@ def other_options(launch: Launch) -> dict[str, Any]:
     """The second process takes fewer steps."""
     settings = tiny_run.config(FOLDER / "mixed", steps=3 - launch.rank)
     task = tiny_run.task(settings, launch.rank, launch.world)
-    text = refusal(lambda: fit(settings, task, meeting(launch), log=quiet))
+    text = refusal(lambda: fit(settings.train, task, meeting(launch), log=quiet))
     return {"said": everywhere(text, launch, settings)}
 
 
@@ -260,7 +260,7 @@ def run(
             task = tiny_run.task(
                 settings, here.rank, here.world, touch=lambda step: tiny_run.global_batch(step + shift)
             )
-        report = fit(settings, task, here, resume=resume, log=quiet)
+        report = fit(settings.train, task, here, resume=resume, log=quiet)
     if alone:
         with group(launch, settings):
             dist.barrier()

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.launch import Launch
+from pipeline.base.processes import run_and_exit
 from pipeline.config import Config
-from pipeline.launch import Launch
-from pipeline.parallel import mesh
-from pipeline.processes import run_and_exit
-from pipeline.training import checkpoint, metrics
-from pipeline.training.trainer import fit
+from pipeline.train.parallel import mesh
+from pipeline.train.training import checkpoint, metrics
+from pipeline.train.training.trainer import fit
 from tests.support.workers import strategies, tiny_run
 from tests.support.workers.pipelines import pp
 
@@ -50,7 +50,7 @@ def run(settings: Config, launch: Launch, resume: Path | None = None) -> None:
     layout = mesh.check_sizes(settings.train.parallel, launch.world)
     old = settings.train.validation is not None
     task = tiny_run.task(settings, layout.data_rank(launch.rank), layout.data_world, old=old)
-    fit(settings, task, launch, resume=resume, log=lambda line: None)
+    fit(settings.train, task, launch, resume=resume, log=lambda line: None)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

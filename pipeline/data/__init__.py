@@ -1,0 +1,1 @@
+"""The wing from pictures and captions to batches. Imports the base alone."""

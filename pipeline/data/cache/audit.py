@@ -1,0 +1,400 @@
+"""Audit: reads a whole cache and names each damaged document, table, shard and record.
+
+Why: a cache that many machines wrote and copied should be able to prove that it is complete and right.
+Price: every byte is read once. Documents are read one request after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache as run_once
+from functools import partial
+from itertools import chain
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.base.errors import CacheError, IntegrityError
+from pipeline.data.cache import copies, index, shard
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.contradictions import contradictions
+from pipeline.data.cache.encodings import encoding_class
+from pipeline.data.cache.files import Files
+from pipeline.data.cache.findings import (
+    GC,
+    Finding,
+    Replaced,
+    bucket_command,
+    damage_only,
+    encoding_names,
+    named_snapshots,
+    skip_damaged,
+)
+from pipeline.data.cache.keys import as_keys, binary, fixed
+from pipeline.data.cache.layout import REPAIR, Paths, is_document
+from pipeline.data.cache.references import Reference, references, tables_of_head
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.data.cache.snapshot_head import Head, TextPlace, check_files
+from pipeline.data.cache.snapshot_samples import RecordPlace
+
+OnFileRead = Callable[[int], None]
+"""A function that takes the size in bytes of each file that was read."""
+
+
+def verify(cache: Cache, on_file_read: OnFileRead = lambda size: None) -> Iterator[Finding]:
+    """Read everything and yield each finding as it appears: `verify_documents`, then `verify_contents`."""
+    yield from verify_documents(cache, on_file_read)
+    yield from verify_contents(cache, on_file_read)
+
+
+def verify_documents(cache: Cache, on_file_read: OnFileRead = lambda size: None) -> Iterator[Finding]:
+    """Documents that are damaged, lost, or contradict the shards."""
+    files, reported = cache.files, set[str]()
+    alone: dict[str, int] = {}
+    for name, size in chain([(Paths.FORMAT, 0)], copies.documents(files), alone.items()):
+        pair = copies.inspect(files, name)
+        if name not in alone and pair.copy and not files.has_file(Paths.copy(name)):
+            alone[name] = size  # the copy may be on its way: looked at again at the end
+            continue
+        if pair.document:
+            files.damage.setdefault(name, pair.document)
+            reported.add(name)
+            state = f"; {pair.copy}" if pair.data is None and pair.copy != pair.document else ""
+            yield Finding(name, pair.document + ("; its copy is intact" if pair.data is not None else state))
+        elif pair.copy:
+            reported.add(name)
+            yield Finding(Paths.copy(name), pair.copy)
+        on_file_read(size)
+    yield from (finding for finding in contradictions(cache) if finding.path not in reported)
+
+
+def verify_contents(
+    cache: Cache, on_file_read: OnFileRead = lambda size: None, replaced: Replaced | None = None
+) -> Iterator[Finding]:
+    """Tables, shards, records and snapshots that are damaged or missing. Unreadable documents are skipped.
+
+    Args:
+        replaced: damaged records that another shard holds are added to it.
+    """
+    replaced = {} if replaced is None else replaced
+    named = named_snapshots(cache)
+    yield from _verify_tables(cache, on_file_read)
+    yield from _verify_shards(cache, named, replaced, on_file_read)
+    joint_shards_read: set[str] = set()
+    for name in filter(is_document, (f"snapshots/{head}" for head in cache.files.names("snapshots"))):
+        yield from verify_snapshot(cache, name, replaced, named)
+        yield from _verify_packed(cache, name, joint_shards_read, on_file_read)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _verify_tables(cache: Cache, on_file_read: OnFileRead) -> Iterator[Finding]:
+    files = cache.files
+    needed: dict[str, Reference] = {}
+    for reference in references(cache):
+        with skip_damaged():
+            needed.update((path, reference) for path in reference.files if path.startswith("tables/"))
+    existing: set[str] = set()
+    for entry in chain(files.walk("tables"), files.walk(Paths.copy("tables"))):
+        existing.add(entry.name)
+        if problem := _problem(files, entry.name, entry.size, on_file_read):
+            table = entry.name.removeprefix("copies/")
+            yield Finding(entry.name, problem, fix=_fix_of_table(files, table, needed.get(table)))
+    for table, reference in sorted(needed.items(), key=lambda pair: pair[0]):
+        for name in {*(table, Paths.copy(table))[: reference.stored]} - existing:
+            fix = _fix_of_table(files, table, reference)
+            yield Finding(name, f"is missing, but {reference.document} refers to it", fix=fix)
+
+
+WRONG, MISSING = "its bytes do not match its name", "is missing"
+
+
+def _problem(files: Files, path: str, size: int, on_file_read: OnFileRead) -> str:
+    """Say what is wrong with a content-addressed file; "" if nothing."""
+    try:
+        intact = files.digest(path) == PurePosixPath(path).stem
+    except FileNotFoundError:
+        return MISSING
+    except (CacheError, OSError) as error:
+        return damage_only(error)
+    on_file_read(size)
+    return "" if intact else WRONG
+
+
+def _fix_of_table(files: Files, table: str, reference: Reference | None) -> str:
+    """Return what repairs a table or its copy. reference: to the table; None if nothing needs it."""
+    if any(map(files.is_intact, (table, Paths.copy(table)))):
+        return REPAIR
+    return GC if reference is None else reference.fix
+
+
+# ---------------------------------------------------------------- joint shards of packed snapshots
+
+
+def _verify_packed(cache: Cache, name: str, already_read: set[str], on_file_read: OnFileRead) -> Iterator[Finding]:
+    """Say what is wrong with the joint shards of a packed snapshot. already_read: shards to skip; this function adds
+    those that it reads."""
+    try:
+        snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
+        shards = snapshot.shard_files() if snapshot.packed else {}
+    except CacheError as error:
+        damage_only(error)
+        return  # `verify_documents` reports the damaged head, `_verify_tables` a damaged list
+    for path, size in shards.items():
+        if path in already_read:
+            continue
+        already_read.add(path)
+        problem, bad = _problem(cache.files, path, size, on_file_read), tuple[str, ...]()
+        if problem == WRONG:
+            try:
+                bad = tuple(_bad_joint_records(snapshot, PurePosixPath(path).stem))
+                problem = f"{len(bad)} records are damaged" if bad else "bytes outside the records are damaged"
+            except (CacheError, OSError) as error:
+                problem = damage_only(error)
+        if problem:
+            yield Finding(path, problem, records=bad)
+
+
+def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
+    """Hex keys of the damaged records of a joint shard."""
+    text, width = snapshot.caption.kind, snapshot.caption.width
+    readers = {kind: snapshot.reader(kind) for kind in snapshot.shards}
+    numbers = {kind: names.index(digest) for kind, names in snapshot.shards.items() if digest in names}
+
+    def damaged(kind: str, record: RecordPlace | TextPlace, shape: tuple[int, ...]) -> bool:
+        into = np.empty(shape, np.uint16)
+        try:
+            readers[kind].read(digest, record.offset, record.key, record.checksum, into, record.length)
+        except IntegrityError:
+            return True
+        return False
+
+    first, lead = 0, next(iter(snapshot.pictures))
+    for table in snapshot.tables():
+        shards = pc.struct_field(table.column(lead), "shard").to_numpy()
+        for row in (np.flatnonzero(shards == numbers.get(lead, -1)) + first).tolist():
+            sample = snapshot.sample(row)
+            for kind, place in sample.pictures.items():
+                if damaged(kind, place, snapshot.shape(kind, sample.bucket)):
+                    yield place.key.hex()
+            for caption, where in zip(sample.captions, snapshot.written(row), strict=True):
+                bad = damaged(text, caption, (caption.rows, width))
+                try:
+                    readers[text].caption(digest, where["offset"], where["length"], caption.key, where["checksum"])
+                except IntegrityError:
+                    bad = True
+                if bad:
+                    yield caption.key.hex()
+        first += table.num_rows
+    null = snapshot.null
+    if null.shard == digest and damaged(text, null, (null.rows, width)):
+        yield null.key.hex()
+
+
+# ---------------------------------------------------------------- shards
+
+
+def _verify_shards(
+    cache: Cache, named: Collection[str], replaced: Replaced, on_file_read: OnFileRead
+) -> Iterator[Finding]:
+    snapshots = []
+    for name in named:
+        with skip_damaged():
+            snapshots.append(Snapshot(cache.files, name))
+    for encoding in encoding_names(cache):
+        open_index = run_once(partial(cache.index, encoding))
+        for plan, commit in _commits(cache, encoding):
+            verified = _Shard(cache, encoding, plan, commit, open_index, snapshots)
+            try:
+                yield from verified.findings(replaced, on_file_read)
+            except (CacheError, OSError) as error:
+                problem = f"is damaged, and its damaged records cannot be listed: {damage_only(error)}"
+                yield verified.finding(problem)
+
+
+def _commits(cache: Cache, encoding: str) -> Iterator[tuple[int, index.Commit]]:
+    """(plan number, commit), up to the first unreadable document, which `verify_documents` reports."""
+    with skip_damaged():
+        for number in cache.files.numbers(Paths.plans(encoding)):
+            for commit in index.each_commit(cache.files, encoding, number):
+                yield number, commit
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """The shard of a commit.
+
+    Args:
+        open_index: of its encoding; called only if there is damage.
+        snapshots: the named ones. If one refers to a record in this shard, the record must be right here: the snapshot
+            reads this shard even if another shard holds the record, too.
+    """
+
+    cache: Cache
+    encoding: str
+    plan: int
+    commit: index.Commit
+    open_index: Callable[[], index.RecordIndex]
+    snapshots: list[Snapshot]
+
+    def finding(self, problem: str, records: tuple[str, ...] = ()) -> Finding:
+        path = Paths.shard(self.encoding, str(self.commit.shard))
+        return Finding(path, problem, self.encoding, self.plan, self.commit.unit, records)
+
+    def findings(self, replaced: Replaced, on_file_read: OnFileRead) -> Iterator[Finding]:
+        """Say what is wrong with the shard. replaced: this function adds the damaged keys that another shard holds."""
+        commit = self.commit
+        if commit.shard is None:
+            return
+        problem = _problem(self.cache.files, Paths.shard(self.encoding, commit.shard), commit.bytes, on_file_read)
+        if problem == MISSING:
+            keys = self._keys()
+            lost = self._to_repair(keys, replaced)
+            if lost or not keys:
+                yield self.finding(f"the shard is missing, with {len(lost) or commit.records} records", lost)
+        elif problem == WRONG:
+            damaged = bad_records(self.cache, self.encoding, commit)
+            bad = self._to_repair(damaged, replaced)
+            if bad:
+                yield self.finding(f"{len(bad)} of {commit.records} records are damaged", bad)
+            elif not damaged:
+                yield self.finding("bytes outside the records are damaged")
+        elif problem:
+            yield self.finding(problem)
+
+    def _keys(self) -> list[bytes]:
+        with skip_damaged():
+            return [row["key"] for row in record_rows(self.cache, self.commit)]
+        return []
+
+    def _to_repair(self, keys: list[bytes], replaced: Replaced) -> tuple[str, ...]:
+        """List the damaged keys (hex) that must be made again. Keys that another shard holds are added to
+        `replaced`."""
+        needed = unreplaced_keys(self.open_index, self.commit, keys)
+        name = str(self.commit.shard)
+        elsewhere = replaced[name] = set(keys) - needed
+        for snapshot in self.snapshots if elsewhere else ():
+            with skip_damaged():  # `verify_snapshot` reports it
+                for part in referred_keys(snapshot, {name: elsewhere}):
+                    needed.update(binary(part).to_pylist())
+        return tuple(key.hex() for key in keys if key in needed)
+
+
+def unreplaced_keys(open_index: Callable[[], index.RecordIndex], commit: index.Commit, keys: list[bytes]) -> set[bytes]:
+    """List the damaged keys of a commit that no other shard has a good record for.
+
+    Args:
+        open_index: of the encoding; not called without keys.
+    """
+    if not keys:
+        return set()
+    records = open_index()
+    rows = records.find(as_keys(keys)).tolist()
+    elsewhere = [row >= 0 and records.shards[records.columns["shard"][row]] != commit.shard for row in rows]
+    return {key for key, other in zip(keys, elsewhere, strict=True) if not other}
+
+
+def record_rows(cache: Cache, commit: index.Commit) -> list[dict[str, Any]]:
+    """Rows of a commit's record table.
+
+    Raises:
+        IntegrityError: the table is missing or damaged.
+    """
+    return index.record_table(cache.files, commit).to_pylist()
+
+
+def bad_records(cache: Cache, encoding: str, commit: index.Commit) -> list[bytes]:
+    """Keys of the damaged records of a shard (payload or caption); all keys if the shard is missing."""
+    reader = shard.ShardReader(cache.files, encoding)
+    bad = []
+    assert commit.shard is not None
+    if not cache.files.exists(Paths.shard(encoding, commit.shard)):
+        return [row["key"] for row in record_rows(cache, commit)]
+    for row in record_rows(cache, commit):
+        try:
+            payload(reader, encoding, commit.shard, row)
+            if "caption_offset" in row:
+                reader.caption(
+                    commit.shard, row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"]
+                )
+        except IntegrityError:
+            bad.append(row["key"])
+    return bad
+
+
+def payload(reader: shard.ShardReader, encoding: str, name: str, row: dict[str, Any]) -> np.ndarray:
+    """Read and verify a record of a shard: uint16, of the shape that its row has for the axes of its kind.
+
+    Raises:
+        IntegrityError: it is damaged.
+    """
+    into = np.empty([row[axis] for axis in encoding_class(encoding.rpartition("-")[0]).axes], np.uint16)
+    reader.read(name, row["offset"], row["key"], row["checksum"], into, row["length"])
+    return into
+
+
+# ---------------------------------------------------------------- snapshots
+
+
+def verify_snapshot(cache: Cache, name: str, replaced: Replaced, named: Mapping[str, str]) -> Iterator[Finding]:
+    """Say what is wrong with a snapshot besides its head and its tables: damaged records that it refers to, shards that
+    are missing or have another size.
+
+    Args:
+        name: path of the head.
+        replaced: a named snapshot that refers to one of these records has to be made again.
+        named: snapshots that names point to -> one of the names.
+    """
+    try:
+        head = Head.read(cache.files, PurePosixPath(name).stem)
+    except CacheError as error:
+        damage_only(error)
+        return  # `verify_documents` reports the damaged head
+    try:
+        snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
+        if bad := sum(map(len, referred_keys(snapshot, replaced))) if any(replaced.values()) else 0:
+            if snapshot.id in named:
+                fix = bucket_command(named[snapshot.id], head)
+                yield Finding(name, f"refers to {bad} damaged records that were made again since", fix=fix)
+            return
+        check_files(cache.files, head)
+        for number in range(len(head.chunks)):
+            snapshot.check_chunk(number)
+    except CacheError as error:
+        tables = tables_of_head(head)
+        if not all(any(map(cache.files.is_intact, (table, Paths.copy(table)))) for table in tables):
+            return  # `_verify_tables` reports it, with the command that makes it again
+        pointing = named.get(PurePosixPath(name).stem)
+        yield Finding(name, damage_only(error), fix=(error.fix or REPAIR) if pointing is not None else GC)
+
+
+def referred_keys(snapshot: Snapshot, records: Mapping[str, Collection[bytes]]) -> Iterator[np.ndarray]:
+    """Find which of some records a snapshot refers to. A packed snapshot refers to none: it has copies.
+
+    Args:
+        records: shard -> keys.
+
+    Yields:
+        Keys, S16 (n,), chunk by chunk, each once per reference; at the end the null record's.
+    """
+    if snapshot.packed:
+        return
+    wanted = {
+        kind: {names.index(s): keys for s, keys in records.items() if s in names}
+        for kind, names in snapshot.shards.items()
+    }
+    for table in snapshot.tables():
+        captions = pa.concat_arrays([chunk.flatten() for chunk in table.column("captions").chunks])
+        columns = {kind: table.column(kind).combine_chunks() for kind in snapshot.pictures}
+        columns[snapshot.caption.kind] = captions
+        for kind, places in columns.items():
+            shards, keys = places.field("shard").to_numpy(), fixed(places.field("key"))
+            for number, bad in wanted[kind].items():
+                yield keys[(shards == number) & np.isin(keys, as_keys(sorted(bad)))]
+    null = snapshot.null.key
+    yield as_keys([null] if null in records.get(snapshot.null.shard, ()) else [])

@@ -1,0 +1,159 @@
+"""Status: what a cache holds and what is missing, without reading records.
+
+Price: documents and scans are read, one request after the other, and the sizes of the files that named snapshots need
+are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from pipeline.base.errors import CacheError
+from pipeline.base.urls import strip_credentials
+from pipeline.data.cache import index, prompts
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.findings import damage_only, encoding_names, packs
+from pipeline.data.cache.keys import Digests
+from pipeline.data.cache.layout import REPAIR, Paths
+from pipeline.data.cache.snapshot import Snapshot
+from pipeline.data.cache.snapshot_head import check_files
+
+STOPPED_S = 3600
+"""Age of a claim at which its process has stopped; much longer than clocks of two machines differ."""
+
+
+def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
+    """Counts of a cache, while or after it is filled: JSON values.
+
+    `damaged` gives the `problem` and the `fix` of each document or
+    snapshot that is unreadable or incomplete; the counts leave it out. `tasks` says how far each process is that makes
+    records now, as in its claim (`Progress.brief` and the counts of stores), with `silent_s`, the seconds since its
+    last beat.
+    """
+    counts = _Counts(cache, time.time() if now is None else now)
+    stores = counts.stores()
+    sources, scanning = counts.sources(stores)
+    names, packed = counts.snapshots()
+    sets = counts.prompts()
+    damaged = counts.damaged | {name: {"problem": why, "fix": REPAIR} for name, why in cache.files.damage.items()}
+    complete = not scanning and not damaged and all(s["units"] == s["units_done"] for s in stores.values())
+    return {
+        "cache": cache.location,
+        "complete": complete,
+        "stores": stores,
+        "sources": sources,
+        "snapshots": names,
+        "packed": packed,
+        "prompts": sets,
+        "tasks": counts.tasks(),
+        "damaged": damaged,
+        "free_bytes": cache.files.free_bytes(),
+    }
+
+
+class _Counts:
+    """Counts the parts of a cache. damaged: filled by the methods."""
+
+    def __init__(self, cache: Cache, now: float):
+        self.cache, self.now = cache, now
+        self.damaged: dict[str, dict[str, str]] = {}
+
+    @contextmanager
+    def _readable(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except CacheError as error:
+            self.damaged[what] = {"problem": damage_only(error), "fix": error.fix or REPAIR}
+
+    def stores(self) -> dict[str, dict[str, Any]]:
+        """Count records by encoding or pack."""
+        stores = {}
+        for name in [*encoding_names(self.cache), *packs(self.cache)]:
+            with self._readable(Paths.plans(name)):
+                stores[name] = self._store(name)
+        return stores
+
+    def _store(self, name: str) -> dict[str, Any]:
+        files, plans = self.cache.files, self.cache.plans(name)
+        units = done = planned = made = size = rejects = 0
+        for plan in plans:
+            finished = files.exists(Paths.segment(name, plan.number))
+            counts = {} if finished else {unit.unit: unit.count for unit in plan.units}
+            units += len(plan.units)
+            planned += sum(counts.values())
+            for commit in index.each_commit(files, name, plan.number):
+                done += 1
+                made += commit.records
+                size += commit.bytes
+                rejects += len(commit.rejects)
+                planned -= counts.get(commit.unit, 0)
+        return {
+            "plans": len(plans),
+            "units": units,
+            "units_done": done,
+            "records": made,
+            "records_missing": planned,
+            "bytes": size,
+            "rejects": rejects,
+        }
+
+    def sources(self, stores: dict[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], bool]:
+        """Count items by name; and say whether some source is still being scanned or planned."""
+        sources: dict[str, dict[str, Any]] = {}
+        scanning = any("/planned-" not in entry.name for entry in self.cache.files.walk("fragments"))
+        for name in self.cache.sources():
+            with self._readable(Paths.scans(name)):
+                scan = self.cache.last_scan(name)
+                if scan is None:
+                    continue
+                items, usable = self.cache.nulls(scan["table"], "reject")
+                planned = all(stores.get(encoding, {}).get("plans") for encoding in scan["encodings"].values())
+                scanning |= usable > 0 and not planned
+                sources[name] = {
+                    "items": items,
+                    "rejected": items - usable,
+                    "root": strip_credentials(scan["root"]),
+                    "encodings": scan["encodings"],
+                }
+        return sources, scanning
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """Return what the claims of units say of the processes that hold them, by node and task."""
+        newest: dict[str, dict[str, Any]] = {}
+        for entry in self.cache.files.walk("claims"):
+            silent_s = max(0.0, self.now - entry.modified)
+            if silent_s >= STOPPED_S:
+                continue
+            with suppress(CacheError, ValueError, AttributeError):  # removed meanwhile, or not of this program
+                claim = json.loads(self.cache.files.read(entry.name))
+                if progress := claim.get("progress"):
+                    newest[str(claim.get("owner"))] = {**progress, "silent_s": silent_s}
+        return sorted(newest.values(), key=lambda task: (str(task.get("node")), str(task.get("task"))))
+
+    def prompts(self) -> dict[str, dict[str, Any]]:
+        """The newest prompt set by name."""
+        sets: dict[str, dict[str, Any]] = {}
+        for name in self.cache.files.folders("prompts"):
+            with self._readable(Paths.prompts(name)):
+                newest = prompts.newest(self.cache, name)
+                if newest is not None:
+                    sets[name] = {"id": newest.id, "prompts": len(newest), "text": newest.encoding.name}
+        return sets
+
+    def snapshots(self) -> tuple[dict[str, str | None], list[str]]:
+        """Name -> snapshot id; and the names of packed snapshots."""
+        names: dict[str, str | None] = {}
+        packed: list[str] = []
+        intact = Digests()
+        for name in self.cache.snapshot_names():
+            with self._readable(Paths.names(name)):
+                names[name] = snapshot_id = self.cache.snapshot_of(name)
+                if snapshot_id is not None:
+                    snapshot = Snapshot(self.cache.files, snapshot_id)
+                    packed.extend([name] * snapshot.packed)
+                    check_files(self.cache.files, snapshot.head, intact)
+        return names, packed

@@ -1,0 +1,1 @@
+"""The frozen encoders, and the digests of their weights."""

@@ -1,0 +1,57 @@
+"""The sections `vae` and `text`: the frozen encoders."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from pipeline.base.config import Place, Weights
+
+
+class VaeConfig(Weights):
+    """The image encoder."""
+
+    folder: ClassVar[str] = "vae"
+    dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """Precision of the encoder's computation; part of the encoding. tf32: fp32, whose factors of products and
+    convolutions a GPU rounds to TF32. DC-AE overflows in fp16. With tf32 and bf16 `encode` prints how far some of your
+    latents are from those in fp32."""
+    decoder: Place | None = None
+    """The decoder of `sample` and `report`, a model on the hub or a folder, of diffusers' `AutoencoderDC` or
+    `AutoencoderTiny`; null: the VAE's. It must have the VAE's channels, compression and scaling factor;
+    `mit-han-lab/dc-ae-lite-f32c32-sana-1.1-diffusers` is a faster one for Sana. Not part of the encoding."""
+
+    @property
+    def other_decoder(self) -> Weights | None:
+        """The weights that `decoder` names."""
+        return None if self.decoder is None else VaeConfig(id=self.decoder)
+
+
+class Tokenizer(Weights):
+    """The files of the text encoder's tokenizer."""
+
+    folder: ClassVar[str] = "tokenizer"
+
+
+class TextConfig(Weights):
+    """The text encoder, and how a caption becomes rows."""
+
+    folder: ClassVar[str] = "text_encoder"
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Precision of the encoder's computation; part of the encoding."""
+    prompting: Literal["diffusers", "nvlabs"] = "diffusers"
+    """Normalisation of captions. diffusers: lower case, stripped, as `SanaPipeline` does at inference. nvlabs: as
+    written, as NVlabs' trainer does."""
+    instruction: str | None = None
+    """The text before each caption; null: that of `prompting`; `""`: none."""
+    max_length: Annotated[int, Field(ge=2)] = 300
+    """Token limit of a caption; longer captions are cut."""
+    mode: Literal["auto", "exact"] = "auto"
+    """auto: run the instruction once for all captions, and check samples against the reference. exact: run the
+    reference for each caption. Not part of the encoding (see pipeline/data/encoders/text.py)."""
+
+    @property
+    def tokenizer(self) -> Weights:
+        """The repository or folder of the tokenizer."""
+        return Tokenizer(id=self.id, revision=self.revision)

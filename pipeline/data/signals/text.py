@@ -1,0 +1,67 @@
+"""Text: the rows that the text encoder makes of a caption."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pipeline.data.encoding.config import EncodeConfig
+from pipeline.data.signals import CaptionSignal, Encoders
+from pipeline.data.sources.config import DataConfig
+
+if TYPE_CHECKING:
+    from pipeline.data.encoders.text import TextEncoder
+
+
+@dataclass(frozen=True)
+class TextEncoding(CaptionSignal):
+    """Values of text rows: the encoder's last hidden state after its final norm, selected by `selection`."""
+
+    kind: ClassVar[str] = "text"
+    noun: ClassVar[str] = "captions"
+    section: ClassVar[str] = "text"
+    optional: ClassVar[bool] = False
+    weights: str = ""
+    tokenizer: str = ""
+    dtype: str = "bf16"
+    attention: str = "eager"
+    instruction: str = ""
+    selection: str = "sana"
+
+    @classmethod
+    def wanted(cls, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Self:
+        return cls(**_described(encoders), storage=encode.storage.text)
+
+    def model(self, encoders: Encoders) -> dict[str, Any]:
+        return _described(encoders)
+
+    def settings(self, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Mapping[str, tuple[Any, Any]]:
+        from pipeline.data.sources.caption_rules import instruction
+
+        text = encoders.text
+        return {
+            "text.dtype": (text.dtype, self.dtype),
+            "text.prompting": (text.prompting, self.normalisation),
+            "text.max_length": (text.max_length, self.max_length),
+            "text.instruction": (instruction(text), self.instruction),
+            "encode.storage.text": (encode.storage.text, self.storage),
+        }
+
+    def encoder(self, encoders: Encoders, device: Any) -> TextEncoder:
+        from pipeline.data.encoders.text import TextEncoder
+        from pipeline.data.sources.caption_rules import instruction
+
+        return TextEncoder.load(encoders.text, instruction(encoders.text), device)
+
+    def provenance(self, encoders: Encoders) -> dict[str, Any]:
+        from pipeline.data.encoders.frozen import provenance_of
+
+        return provenance_of(encoders.text)
+
+
+def _described(encoders: Encoders) -> dict[str, Any]:
+    from pipeline.data.encoders.text import describe_text
+    from pipeline.data.sources.caption_rules import instruction
+
+    return describe_text(encoders.text, instruction(encoders.text))

@@ -1,0 +1,239 @@
+"""The pictures of which `bucket.dedup` takes one: every group with all its members, and which of them stay.
+
+What: `Duplicates` collects groups, shows the largest, and `write` lists all of them in a CSV in the cache, the largest
+first. `Named` finds the samples of `bucket.dedup_keep`.
+Price: 17 bytes of temporary files for each picture in a group, and 16 bytes of memory a group when they are listed.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.base.disk import cache_errors
+from pipeline.base.errors import UserError
+from pipeline.data.cache.arrow import batches
+from pipeline.data.cache.files import Files
+from pipeline.data.cache.layout import sample_id
+from pipeline.data.snapshots.frames import Frame, pieces
+from pipeline.data.snapshots.join import Joined
+from pipeline.data.sources import reject_kinds
+
+LARGEST = 10
+"""Groups that are shown."""
+NAMED = 5
+"""Pictures of a group that are shown, of those that stay and of those that are left out."""
+OPTION = "bucket.dedup_keep"
+CANDIDATES = 5000
+"""Names that are compared letter by letter with one that does not exist."""
+AT_A_TIME = 1 << 12
+"""Groups that are listed at a time."""
+
+
+class Duplicates:
+    """Groups of pictures of one frame.
+
+    Args:
+        kind: what a group has in common, as `bucket.dedup` names it: image or near.
+        not_compared: rows of pictures that were not compared.
+
+    Attributes:
+        named: of the pictures in `wanted`, those that are in a group with others. They are ids of pictures.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        joined: Joined,
+        frame: Frame,
+        not_compared: np.ndarray | None = None,
+        wanted: Iterable[int] = (),
+    ):
+        self._wanted, self.named = np.fromiter(wanted, np.uint64), set[int]()
+        self.kind, self._sources, self._frame = kind, joined.sources, frame
+        self.not_compared = np.empty(0, np.int64) if not_compared is None else not_compared
+        scratch = joined.scratch
+        self._writers = scratch.writer(np.int64), scratch.writer(bool), scratch.writer(np.int64)
+        self._rows, self._stays, self._starts = (np.empty(0, dtype) for dtype in (np.int64, bool, np.int64))
+
+    @classmethod
+    def that_stay(cls, joined: Joined, frame: Frame, keys: np.ndarray, not_compared: np.ndarray) -> Duplicates:
+        """Groups of near-duplicates of which all pictures stay. keys: (n,) S16, of their groups."""
+        every = cls("near", joined, frame, not_compared)
+        for _, rows, first in joined.scratch.by_key(keys[piece] for piece in pieces(len(frame))):
+            every.add(rows, np.cumsum(first), np.ones(len(rows), bool))
+        every.finish()
+        return every
+
+    def add(self, rows: np.ndarray, groups: np.ndarray, stays: np.ndarray) -> None:
+        """Add whole groups. rows: (k,) of the frame; groups: (k,) ascending numbers; stays: (k,) bool."""
+        pictures = self._frame.picture_id[rows]
+        order = np.lexsort((np.arange(len(rows)), pictures, groups))
+        group, picture = groups[order], pictures[order]
+        new = np.append(True, (group[1:] != group[:-1]) | (picture[1:] != picture[:-1]))[: len(order)]
+        one = np.sort(order[new])  # of the resolutions of a picture
+        sizes = np.bincount(groups[one])
+        one = one[sizes[groups[one]] > 1]
+        self.named.update(np.intersect1d(self._wanted, pictures[one]).tolist())
+        for writer, values in zip(self._writers, (rows[one], stays[one], sizes[sizes > 1]), strict=True):
+            writer.add(values)
+
+    def finish(self) -> None:
+        """No group can be added any more."""
+        self._rows, self._stays, sizes = (writer.finish() for writer in self._writers)
+        self._starts = np.concatenate([[0], np.cumsum(sizes)])
+
+    def __len__(self) -> int:
+        """Count the groups."""
+        return max(0, len(self._starts) - 1)
+
+    def report(self) -> dict[str, Any]:
+        """Count the groups, the pictures in them and those that are left out; add the largest groups, as JSON
+        values."""
+        largest = []
+        for group in self._order()[:LARGEST].tolist():
+            places = np.arange(self._starts[group], self._starts[group + 1])
+            stays = self._stays[places]
+            sides = {"stays": self._rows[places[stays]], "left_out": self._rows[places[~stays]]}
+            names = {side: self._names(rows[:NAMED]) for side, rows in sides.items()}
+            largest.append({"pictures": len(places), **names, "left_out_pictures": len(sides["left_out"])})
+        flat = self.not_compared
+        return {
+            "kind": self.kind,
+            "groups": len(self),
+            "pictures": len(self._rows),
+            "left_out": len(self._rows) - int(np.count_nonzero(self._stays)),
+            "largest": largest,
+            "not_compared": {"pictures": len(flat), "examples": self._names(flat[: reject_kinds.EXAMPLES])},
+        }
+
+    def write(self, files: Files) -> str:
+        """List all groups, then what was not compared; returns the path in the cache."""
+        path = f"reports/duplicates-{self.kind}.csv"
+        with files.temporary() as temporary:
+            with cache_errors(temporary), open(temporary, "x", encoding="utf-8", newline="") as sheet:
+                lines = csv.writer(sheet, lineterminator="\n")
+                lines.writerow(["group", "picture", "width", "height", "stays"])
+                for rows, groups, stays in self._listed():
+                    names = map(reject_kinds.cell, self._names(rows))
+                    sizes = self._frame.width[rows].tolist(), self._frame.height[rows].tolist()
+                    lines.writerows(zip(groups, names, *sizes, stays, strict=True))
+                sheet.flush()
+                os.fsync(sheet.fileno())
+            files.replace(path, temporary)
+        return path
+
+    def _listed(self) -> Iterator[tuple[np.ndarray, list[str], list[str]]]:
+        """Rows, the numbers of their groups, and whether they stay, some thousands at a time."""
+        order = self._order()
+        for first in range(0, len(order), AT_A_TIME):
+            some = order[first : first + AT_A_TIME]
+            sizes = self._starts[some + 1] - self._starts[some]
+            numbers = np.repeat(np.arange(len(some)), sizes)
+            places = np.arange(len(numbers)) + (self._starts[some] - np.cumsum(sizes) + sizes)[numbers]
+            places = places[np.lexsort((~self._stays[places], numbers))]  # what stays comes first
+            for piece in pieces(len(places)):
+                stays = np.where(self._stays[places[piece]], "yes", "no").tolist()
+                yield self._rows[places[piece]], (numbers[piece] + first + 1).astype(str).tolist(), stays
+        for piece in pieces(len(self.not_compared)):
+            rows = self.not_compared[piece]
+            yield rows, [""] * len(rows), ["not compared"] * len(rows)
+
+    def _order(self) -> np.ndarray:
+        """The groups, the largest first."""
+        return np.argsort(-np.diff(self._starts), kind="stable")
+
+    def _names(self, rows: np.ndarray) -> list[str]:
+        items = self._frame.item.take(pa.array(rows)).to_pylist()
+        return [
+            f"{self._sources[of]}: {item}" for of, item in zip(self._frame.source[rows].tolist(), items, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Named:
+    """Pictures by name: `ITEM`, or `SOURCE: ITEM`. of_id: sample id -> the name that gives it."""
+
+    of_id: Mapping[int, str]
+
+    @classmethod
+    def of(cls, names: Iterable[str], sources: Iterable[str]) -> Named:
+        """Read names. An item may have a colon in it."""
+        every = list(sources)
+        of_id: dict[int, str] = {}
+        for name in names:
+            source, colon, item = name.partition(": ")
+            of_id |= {sample_id(each, name): name for each in every}
+            if colon and source in every:
+                of_id[sample_id(source, item)] = name
+        return cls(of_id)
+
+    def rows(self, joined: Joined, frame: Frame) -> tuple[np.ndarray, dict[str, int]]:
+        """Find the samples that are named, (n,) bool; and the id of the picture of each name that has one.
+
+        Raises:
+            UserError: a name is that of several pictures.
+        """
+        ids, named = np.fromiter(self.of_id, np.uint64, len(self.of_id)), joined.scratch.array(len(frame), bool)
+        pictures = defaultdict[str, dict[int, str]](dict)
+        for piece in pieces(len(frame)):
+            rows = piece.start + np.flatnonzero(np.isin(frame.picture_id[piece], ids))
+            named[rows] = True
+            for row in rows.tolist():
+                picture = int(frame.picture_id[row])
+                source = joined.sources[int(frame.source[row])]
+                pictures[self.of_id[picture]][picture] = f"{source}: {frame.item[row].as_py()}"
+        for name, several in pictures.items():
+            if len(several) > 1:
+                raise UserError(
+                    f"{OPTION}: {name!r} is the name of {len(several)} pictures",
+                    found=reject_kinds.examples(list(several.values())[:NAMED], len(several)),
+                    fix="write the source before it, SOURCE: ITEM, as `bucket` lists them",
+                )
+        return named, {name: next(iter(several)) for name, several in pictures.items()}
+
+    def check(self, given: Iterable[str], scans: Mapping[str, pa.Table]) -> None:
+        """Refuse names that no item of a source has.
+
+        Args:
+            given: names without a sample. scans: of all sources, with `item`.
+
+        Raises:
+            UserError: names one, and the nearest items.
+        """
+        left = {name: {of for of, each in self.of_id.items() if each == name} for name in given}
+        candidates: list[str] = []
+        for source, scan in scans.items():
+            ids = {of for each in left.values() for of in each}
+            wanted = pa.array([*left, *(name.removeprefix(f"{source}: ") for name in left)], pa.string())
+            for batch in batches(scan.select(["item"])) if left else ():
+                items = batch.column("item")
+                candidates += items.slice(0, max(0, CANDIDATES - len(candidates))).to_pylist()
+                for item in items.filter(pc.is_in(items, wanted)).to_pylist():
+                    if (there := sample_id(source, item)) in ids:
+                        left.pop(self.of_id[there], None)
+        if left:
+            name = next(iter(left))
+            near = difflib.get_close_matches(name.rpartition(": ")[2], candidates, 3)
+            raise UserError(
+                f"{OPTION}: no picture is called {name!r}"
+                + (f" ({len(left) - 1} other names are unknown, too)" if len(left) > 1 else ""),
+                expected="SOURCE: ITEM or ITEM, as `bucket` lists them"
+                + (f"; near: {', '.join(near)}" if near else ""),
+                fix=f"correct or remove it in {OPTION}",
+            )
+
+
+def unused(names: Sequence[str]) -> str:
+    """A note on names that change nothing."""
+    shown = reject_kinds.examples(list(names[:NAMED]), len(names))
+    return f"{OPTION}: {len(names)} of its pictures have no duplicate among the samples, or are not samples: {shown}"

@@ -1,0 +1,73 @@
+"""The options that captions and pictures of a snapshot were read with, as the cache's scans remember them, and what
+differs between two snapshots in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.base.errors import CacheError
+from pipeline.base.options import flat
+from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.layout import Paths
+from pipeline.data.cache.snapshot_head import Head
+
+_PREFIX = "caption_prefix"
+
+
+def read_options(cache: Cache, head: Head) -> dict[str, dict[str, Any]]:
+    """Source -> the options of `data` that its captions and pictures were read with for a snapshot, without defaults.
+    Left out: a source whose scan the cache does not have."""
+    read = {}
+    for source, table in head.sources.items():
+        for number in reversed(cache.files.numbers(Paths.scans(source))):
+            scan = cache.files.document(Paths.numbered(Paths.scans(source), number))
+            if scan.get("table") == table:
+                read[source] = dict(scan.get("read", {}).get("used", {}))
+                break
+    return read
+
+
+def prefixes(cache: Cache, head: Head) -> list[str]:
+    """The texts that stand in front of the captions of a snapshot, by what the cache remembers; "" of a source without
+    any. Empty: the cache does not know."""
+    return list(dict.fromkeys(str(options.get(_PREFIX, "")) for options in read_options(cache, head).values()))
+
+
+def since(cache: Cache, then: str, now: str | None) -> Iterator[str]:
+    """Say what differs between the snapshot that a run was trained on and the one that it would be trained on now.
+
+    Args:
+        now: None: there is none.
+    """
+    if now in (None, then):
+        return
+    yield f"snapshot: {then[:12]} then, {str(now)[:12]} now"
+    try:
+        yield from _differing(cache, cache.open_snapshot(then).head, cache.open_snapshot(now).head)
+    except CacheError as error:
+        yield f"  (what differs between them cannot be read: {error.what})"
+
+
+def _differing(cache: Cache, then: Head, now: Head) -> Iterator[str]:
+    before, after = read_options(cache, then), read_options(cache, now)
+    for source in sorted({*then.sources, *now.sources}):
+        if source not in now.sources or source not in then.sources:
+            yield f"  source {source}: {'new' if source in now.sources else 'left out now'}"
+        elif then.sources[source] != now.sources[source]:
+            options = [f"data.{line}" for line in _changes(before.get(source, {}), after.get(source, {}))]
+            yield f"  source {source}: {'; '.join(options) or 'other pictures or captions'}"
+    for line in _changes(dict(then.options or {}), dict(now.options or {})):
+        yield f"  {line}"
+    samples = [sum(bucket.samples for bucket in head.buckets) for head in (then, now)]
+    if samples[0] != samples[1]:
+        yield f"  samples: {samples[0]} then, {samples[1]} now"
+
+
+def _changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    before, after = dict(flat(then)), dict(flat(now))
+    return [
+        f"{name}: {before.get(name)!r} then, {after.get(name)!r} now"
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    ]

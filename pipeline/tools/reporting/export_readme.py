@@ -1,0 +1,166 @@
+"""README.md of an export: the call that the model needs, why it has each argument, and an adapter's pictures."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.yaml_text import as_yaml
+from pipeline.data.encoders.config import TextConfig
+from pipeline.data.sources.caption_rules import INSTRUCTIONS, instruction
+from pipeline.data.sources.config import DataConfig
+from pipeline.tools.reporting.page import render
+from pipeline.tools.reporting.run_pictures import Drawing, files
+from pipeline.train.models.config import SampleConfig, StartWeights
+from pipeline.train.models.spec import ModelSpec
+
+BINS = {16: 512, 32: 1024, 64: 2048, 128: 4096}
+"""sample_size -> the resolution of `SanaPipeline`'s aspect-ratio bins; they are made for a compression of 32."""
+
+PIPELINE_MULTIPLE = 32
+"""`SanaPipeline` refuses a height or width that is no multiple of this, whatever the VAE."""
+
+PICTURES = 5
+"""Limit on the prompts whose pictures an adapter's README shows."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The content of a README about a model: its architecture, and the options that its pictures depend on.
+
+    Attributes:
+        weights: that the training began from; None: random values.
+    """
+
+    architecture: ModelSpec
+    weights: StartWeights | None
+    data: DataConfig
+    text: TextConfig
+    flow_shift: float
+    sample: SampleConfig
+
+
+def readme(
+    template: str,
+    model: TrainedModel,
+    compression: int | None = None,
+    *,
+    place: str = "PATH/OF/THIS/FOLDER",
+    adapter: object = None,
+    **facts: Any,
+) -> str:
+    """The text by `templates/TEMPLATE.md`.
+
+    Args:
+        compression: of the VAE; None: training's resolution over the model's `sample_size`.
+        place: of the pipeline that the call loads.
+        facts: further values that the template names: `weights` in words, `state` of the data (`step`, `snapshot`,
+            `seed`), `dtype` and others.
+    """
+    sample_size, prefix = model.architecture.sample_size, model.data.caption_prefix
+    compression = compression or model.data.resolution // sample_size
+    arguments = call_arguments(model, sample_size, compression)
+    quoted = json.dumps(json.dumps(instruction(model.text).split("\n")))
+    values = {
+        "head": _head(template, place, trigger_of(prefix) if adapter is not None else "", adapter),
+        "prefix": code(prefix) if prefix else None,
+        "prompt": json.dumps((prefix if adapter else "") + "a caption", ensure_ascii=False),
+        "model": model,
+        "architecture": model.architecture,
+        "compression": compression,
+        "place": place,
+        "adapter": adapter,
+        "controlnet": template == "controlnet",
+        "arguments": arguments,
+        "quoted": quoted if arguments.get("complex_human_instruction", "None") != "None" else None,
+        "multiple": PIPELINE_MULTIPLE,
+    }
+    return render(f"{template}.md", **values, **facts) + "\n"
+
+
+def trigger_of(caption_prefix: str) -> str:
+    """The text in front of every caption in training, without the comma that parts it from them; "": none."""
+    return " ".join(caption_prefix.split()).strip(" ,;:.")
+
+
+def _head(template: str, place: str, trigger: str, adapter: object) -> str:
+    """The YAML that the hub reads at the top of a model's README."""
+    kind = {"lora": ["lora"], "dora": ["lora", "dora"], "controlnet": ["controlnet"]}.get(
+        getattr(adapter, "kind", ""), []
+    )
+    values: dict[str, Any] = {"license": "other", "library_name": "diffusers"}
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", place) and adapter is not None:
+        values["base_model"] = place
+    if trigger:
+        values["instance_prompt"] = trigger
+    if template != "controlnet":
+        values["pipeline_tag"] = "text-to-image"
+    values["tags"] = ["text-to-image", "diffusers", "sana", *kind]
+    text = as_yaml(values, sort_keys=False, allow_unicode=True, width=10**6)
+    remark = "license: other  # fill in: that of the base, and the rights of the pictures"
+    return f"---\n{text.replace('license: other', remark, 1)}---\n"
+
+
+def code(text: str) -> str:
+    """Foreign text as a code span of Markdown, also in a table."""
+    text = re.sub(r"[\r\n]+", " ", text).replace("|", r"\|")
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    space = " " if text.startswith("`") or text.endswith("`") or not text.strip() else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def plain(text: str) -> str:
+    """Foreign text that Markdown shows as it is, also in a table: no markup, no link, no line break."""
+    return re.sub(r"([\\`*_{}\[\]<>()#+!|~$-])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
+
+
+def call_arguments(model: TrainedModel, sample_size: int, compression: int) -> dict[str, str]:
+    """Return what `SanaPipeline.__call__` must be given for this model, as Python source by argument."""
+    resolution = sample_size * compression
+    side = -(-resolution // PIPELINE_MULTIPLE) * PIPELINE_MULTIPLE
+    arguments = {
+        "height": str(side),
+        "width": str(side),
+        "num_inference_steps": str(model.sample.steps),
+        "guidance_scale": str(model.sample.guidance),
+    }
+    if BINS.get(sample_size) != resolution or model.data.buckets != "sana":
+        arguments["use_resolution_binning"] = "False"
+    if model.text.max_length != TextConfig.model_fields["max_length"].default:
+        arguments["max_sequence_length"] = str(model.text.max_length)
+    used = instruction(model.text)
+    if used != INSTRUCTIONS["diffusers"]:
+        arguments["complex_human_instruction"] = "json.loads(INSTRUCTION)" if used else "None"
+    return arguments
+
+
+def copy_pictures(run: Path, step: int, folder: Path) -> dict[str, Any]:
+    """Copy what a run drew before its first step and last up to `step` into `folder`/pictures. The first is the base,
+    unless the run continued an adapter.
+
+    Returns:
+        Values of `adapter.md`: `pictures`, cells of each row of its table (none without both drawings), `drawn_after`,
+        the step of the second drawing, and `controls`, whether the second cell is a control picture.
+    """
+    drawn = [drawing for path in files(run) if (drawing := Drawing.read(path)).facts["step"] <= step]
+    shown = [(drawing, made) for drawing in drawn if (made := drawing.pictures())]
+    if len(shown) < 2 or shown[0][0].facts["step"] != 0:
+        return {"pictures": [], "controls": False}
+    (_, before), (last, after) = shown[0], shown[-1]
+    rows, controls = [], any(name.endswith("-control") for name in after)
+    columns = [("control", after, "-control")] * controls + [("base", before, ""), ("adapter", after, "")]
+    for number, prompt in enumerate(last.facts["prompts"][:PICTURES]):
+        cells = [plain(str(prompt))]
+        for kind, made, ending in columns:
+            cells.append("")  # one that could not be decoded
+            if (source := made.get(f"{number:04d}{ending}")) is not None:
+                (folder / "pictures").mkdir(exist_ok=True)
+                shutil.copyfile(source, folder / f"pictures/{number}-{kind}.png")
+                cells[-1] = f"![](pictures/{number}-{kind}.png)"
+        rows.append(cells)
+    return {"pictures": rows, "drawn_after": last.facts["step"], "controls": controls}

@@ -1,0 +1,97 @@
+"""Everything that can refuse a run, before anything is built.
+
+What: `check_inputs` needs no other process: it runs before the process group is opened and anything is written.
+`check_start` compares model, data and checkpoint once the run directory is locked, and raises on all processes alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from pipeline.base.errors import ConfigError
+from pipeline.base.launch import Launch, check_accelerate, check_compiler, check_restart, resolve_device
+from pipeline.base.metrics import trackers
+from pipeline.base.options import flat
+from pipeline.train.config import TrainConfig
+from pipeline.train.models.spec import ModelSpec
+from pipeline.train.parallel import pipeline_parallel, tensor_parallel
+from pipeline.train.parallel.collectives import require_equal, run_on_all
+from pipeline.train.parallel.mesh import Layout, check_sizes
+from pipeline.train.training import checkpoint, drawings, optimizers
+from pipeline.train.training.assemble import Trainable
+from pipeline.train.training.build import architecture_of, has_packed_kernel
+from pipeline.train.training.checkpoint import Resumed
+from pipeline.train.training.optimizers import in_backward
+from pipeline.train.training.task import Context, Log, TrainingTask
+
+_OF_A_NODE = {"output", "device", "trackers"}
+"""Options of `train` that may differ between nodes."""
+
+
+def check_inputs(train: TrainConfig, task: TrainingTask, launch: Launch, log: Log) -> Context:
+    """Refuse options that this launch, device, installation or data cannot carry out."""
+    assert train.epochs is None and not train.undecided, "the stage decides them"
+    layout = check_sizes(train.parallel, launch.world)
+    device = resolve_device(train.device, launch)
+    check_accelerate(device, precision=train.precision, compiled=train.compile, chosen=train.device)
+    check_restart()
+    check_compiler(device, train.compile != "none")
+    optimizers.check(train.optim)
+    trackers.check(train.trackers, "train.trackers")
+    check_text(train, device)
+    task.check(layout)
+    shape = partial(architecture_of, task.model, task.sample_size)
+    check_layout(train, shape, task.batches, layout)
+    if task.pictures is not None:
+        drawings.check(train.microbatch, task, shape())
+    return Context(train, task, launch, layout, device, log)
+
+
+def check_start(context: Context, trainable: Trainable, resumed: Resumed | None) -> None:
+    """Refuse a model that does not fit the data, or a checkpoint that this run cannot continue. Collective."""
+    train, task, spec, adapter = context.train, context.task, trainable.spec, trainable.adapter
+    options = dict(flat({"train": train.model_dump(mode="json", exclude=_OF_A_NODE)}))
+    require_equal(
+        {"snapshot": task.first_state.snapshot, **options},
+        "the processes have different configurations",
+        "give every node the same configuration, and numbers instead of auto where nodes have different GPUs; start "
+        "again if a snapshot was published in between",
+    )
+    fix = "train on a snapshot made with this model's encoders, or change the model section"
+    run_on_all(lambda: spec.check_widths("the snapshot", fix, channels=task.channels, text_width=task.text_width))
+    if resumed is None:
+        return
+    folder, document, begins = resumed
+    if begins:
+        run_on_all(lambda: checkpoint.check_begins(folder, document, spec, adapter))
+        return
+    run_on_all(lambda: checkpoint.check_belongs(folder, document, task.first_state, spec, adapter))
+    optimizers.check_resumable(document.config["train"], train)
+
+
+def check_layout(train: TrainConfig, spec: Callable[[], ModelSpec], batches: Mapping[str, int], layout: Layout) -> None:
+    """Refuse a layout that a model or its batches cannot be divided for.
+
+    Args:
+        spec: gives the model's shape, where the layout divides it.
+        batches: global batch by bucket name; the data-parallel size divides them.
+    """
+    if layout.model_parallel_size > 1:
+        shape, shares = spec(), {bucket: batch // layout.data_world for bucket, batch in batches.items()}
+        shape.check_parallel(layout.tp, layout.pp)
+        tensor_parallel.check(shape.tensor_parallel_parts, layout.tp, shape.dropout)
+        pipeline_parallel.check(shape.num_layers, shares, train.microbatch, layout.pp)
+    in_backward.check(train, max(batches.values()), layout.data_world)
+
+
+def check_text(train: TrainConfig, device: torch.device) -> None:
+    if train.text == "packed" and device.type == "cuda" and not has_packed_kernel(train, device):
+        raise ConfigError(
+            "train.text: packed has no kernel on this machine",
+            expected="train.precision: bf16 on a GPU of compute capability 8.0 or newer",
+            found=f"train.precision: {train.precision} on {torch.cuda.get_device_name(device)}",
+            fix="--set train.text=padded",
+        )

@@ -1,0 +1,45 @@
+"""The optimizer's update within the backward pass, parameter by parameter.
+
+`fuse` lets the run's optimizer update each parameter as soon as its gradient is complete, which is then freed; `step`
+finds none. One optimizer and not one per parameter, as in torch's tutorial: its state dict, and so every checkpoint,
+stays the same, and the setting can change when a run is resumed.
+Price: a call of the optimizer per parameter; no clipping, no accumulation over microbatches. After a non-finite
+gradient the weights in memory are spoilt; the last checkpoint is not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pipeline.base.errors import ConfigError
+from pipeline.train.config import TrainConfig
+from pipeline.train.parallel.parallelize import ParallelModel
+
+
+def check(train: TrainConfig, batch: int, parts: int) -> None:
+    """Refuse a largest global batch that, divided into so many parts, needs several microbatches on a process."""
+    share = -(-batch // parts)
+    if train.optim.in_backward and share > train.microbatch:
+        raise ConfigError(
+            "train.optim.in_backward needs a process's part of a batch in one microbatch",
+            expected=f"train.microbatch = {share} or more (batch {batch} in {parts} part(s)), or bucket.batch = "
+            f"{train.microbatch * parts} or less",
+            found=f"train.microbatch = {train.microbatch}",
+            fix=f"--set train.microbatch={share}, or --set train.optim.in_backward=false",
+        )
+
+
+def fuse(optimizer: torch.optim.Optimizer, model: ParallelModel) -> None:
+    """Update every parameter of `model` with `optimizer` within each backward pass from now on."""
+    group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+    def update(parameter: nn.Parameter) -> None:
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**groups[group_of[parameter]], "params": [parameter]}]
+        try:
+            optimizer.step()
+        finally:
+            optimizer.param_groups = groups
+
+    model.update_in_backward(update)

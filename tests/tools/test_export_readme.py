@@ -1,0 +1,109 @@
+"""The README of an exported adapter: its call, and the pictures of its run up to its step."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+from PIL import Image
+
+from pipeline.config import load
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.tools.reporting.export_readme import copy_pictures, readme
+from pipeline.tools.reporting.run_pictures import DECODED
+from pipeline.train.models.adapters.lora import LoRA
+from pipeline.train.training.checkpoint import Document
+from stages.export import described, first_drawing
+from tests.support.drawings import draw, paint
+from tests.support.hub_layouts import SMALL
+
+ENCODING = LatentEncoding(compression=8, channels=4)
+
+
+def written(run: Path, folder: Path, step: int, *overrides: str) -> str:
+    config = load("tiny", [f"cache={run}", "data.caption_prefix='sks cat, '", *overrides])
+    folder.mkdir()
+    return readme(
+        "adapter",
+        described(config, replace(SMALL, sample_size=8)),
+        form="diffusers",
+        adapter=LoRA(2, 2.0, ["transformer_blocks.0.attn1.to_q"]),
+        base="`owner/base`",
+        place="owner/base",
+        weights="last weights",
+        state=SimpleNamespace(step=step, snapshot="0" * 32, seed=3),
+        **copy_pictures(run, step, folder),
+        before="base",
+    )
+
+
+def test_pictures_of_the_base_and_of_the_last_drawing_up_to_the_step(tmp_path: Path) -> None:
+    for step in (0, 100, 200):
+        paint(draw(tmp_path / "run", step, ENCODING, ("a red cube", "a | b")), shade=step)
+    text = written(tmp_path / "run", tmp_path / "export", 150)
+    assert "| prompt | base | adapter, step 100 |" in text
+    assert r"| a \| b | ![](pictures/1-base.png) | ![](pictures/1-adapter.png) |" in text
+    red = [Image.open(tmp_path / f"export/pictures/0-{kind}.png").getpixel((0, 0))[0] for kind in ("base", "adapter")]  # type: ignore[index]
+    assert red == [0, 100]
+    assert '"sks cat, a caption",' in text and 'from_pretrained("owner/base"' in text and "`sks cat, `" in text
+
+
+def test_foreign_text_is_no_markup_in_a_readme(tmp_path: Path) -> None:
+    prefix = "---\nsks: [x](http://evil) `a` | <img src=x> \\'q\\ # {{ 7 * 7 }}, "
+    for step in (0, 100):
+        paint(draw(tmp_path / "run", step, ENCODING, ("**a** <b> [l](u) | `c`\n\n# head\n---", "b")), shade=step)
+    text = written(tmp_path / "run", tmp_path / "export", 150, f"data.caption_prefix={json.dumps(prefix)}")
+    head = text.split("\n---\n")[0]
+    values = yaml.safe_load(head.removeprefix("---\n"))
+    assert values["instance_prompt"] == " ".join(prefix.split()).strip(" ,")
+    assert values["base_model"] == "owner/base" and "lora" in values["tags"] and values["library_name"] == "diffusers"
+    code = text.partition("```python\n")[2].partition("```")[0]
+    (said,) = [line.strip() for line in code.splitlines() if "a caption" in line]
+    assert ast.literal_eval(said)[0] == f"{prefix}a caption"
+    table = text.partition("| | |")[2]
+    assert r"\*\*a\*\* &lt;b&gt; \[l\]\(u\) \| \`c\` \# head \-\-\- |" in table
+    shown = next(line for line in table.splitlines() if line.startswith("| text in front"))
+    assert shown.endswith(" |") and "``" in shown and r" \| <img" in shown and "\n# head" not in table
+
+
+def test_a_controlnet_shows_the_control_beside_its_pictures(tmp_path: Path) -> None:
+    for step in (0, 100):
+        path = draw(tmp_path / "run", step, ENCODING, ("a", "b"), controls=[])
+        paint(path, shade=step)
+        document = json.loads((path.with_suffix("") / DECODED).read_text())
+        document["files"] |= {f"{name[:4]}-control": name for name in document["files"].values()}
+        (path.with_suffix("") / DECODED).write_text(json.dumps(document))
+    (tmp_path / "export").mkdir()
+    made = copy_pictures(tmp_path / "run", 100, tmp_path / "export")
+    files = sorted(path.name for path in (tmp_path / "export/pictures").iterdir())
+    assert files == sorted(f"{number}-{kind}.png" for number in (0, 1) for kind in ("adapter", "base", "control"))
+    assert made["controls"] and all(name in str(made["pictures"]) for name in files)
+
+
+def test_without_a_drawing_of_the_base_it_says_how_to_get_pictures(tmp_path: Path) -> None:
+    paint(draw(tmp_path / "run", 100, ENCODING))
+    assert "sample --watch RUN --once" in written(tmp_path / "run", tmp_path / "export", 100)
+    assert not (tmp_path / "export/pictures").exists()
+
+
+def test_the_call_defines_the_instruction_that_it_passes(tmp_path: Path) -> None:
+    text = written(tmp_path / "run", tmp_path / "export", 100, "text.instruction='Draw this: '")
+    code = text.partition("```python\n")[2].partition("pipe = ")[0]
+    names: dict[str, Any] = {}
+    exec(code.replace("from diffusers import SanaPipeline\n", ""), names)
+    assert "complex_human_instruction=json.loads(INSTRUCTION)," in text
+    assert names["json"].loads(names["INSTRUCTION"]) == ["Draw this: "]
+
+
+def test_a_run_that_continued_an_adapter_did_not_first_draw_the_base() -> None:
+    def drawn(began: dict[str, Any] | None, start: str | None) -> str:
+        config = {"train": {"adapter": {"start": start}}}
+        return first_drawing(Document(SimpleNamespace(), SMALL, config, {}, began))  # type: ignore[arg-type]
+
+    assert drawn(None, None) == "base"
+    assert drawn({"total": 3}, None) == drawn(None, "lora.safetensors") == "before this run"
