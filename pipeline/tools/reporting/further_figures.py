@@ -28,8 +28,12 @@ EXAMPLES = 4
 
 @dataclass(frozen=True)
 class FurtherKind:
-    """The control pictures and masks of a kind. samples: that have a picture; blank: that have none. made: the way in
-    which it was made; "": it is a file."""
+    """The control pictures or the masks of a snapshot.
+
+    Attributes:
+        samples: that have a picture; blank: that have none.
+        made: the way in which it was made; "": it is a file.
+    """
 
     kind: str
     samples: int
@@ -47,7 +51,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class FurtherExample:
-    """A sample with control pictures and masks. pictures: on a page."""
+    """A sample with a control picture or a mask. pictures: on a page."""
 
     source: str
     item: str
