@@ -67,7 +67,7 @@ def check(
             relation = "is" if place == path else "lies in" if inside else "holds"
             raise UserError(
                 f"{option} {out}: {relation} what this configuration reads",
-                expected="a place apart from weights, cache and pictures",
+                expected="a place outside of weights, cache and pictures",
                 found=f"{name}: {path}",
                 fix=f"another {option}",
             )

@@ -112,7 +112,7 @@ def _with_values(train: TrainConfig, undecided: tuple[str, ...], values: dict[st
         return changed(train, chosen)
     except ValidationError as error:
         raise ConfigError(
-            f"what the run began with does not go with this configuration: {error.errors()[0]['msg']}",
+            f"the values of the checkpoint do not fit this configuration: {error.errors()[0]['msg']}",
             found=", ".join(f"train.{name}: {value}" for name, value in chosen.items()),
             fix="give these options values instead of auto",
         ) from None

@@ -213,7 +213,7 @@ def check(train: TrainConfig, shape: ModelSpec, data: Data, gpus: int) -> Layout
             f"bucket {name}: a global batch of {batch} cannot be divided into {layout.data_world} equal parts",
             expected=f"bucket.batch a multiple of {layout.data_world}, such as "
             f"{-(-batch // layout.data_world) * layout.data_world}",
-            fix="other numbers of GPUs that would do: " + ", ".join(divisors[:12]),
+            fix="other numbers of GPUs that work: " + ", ".join(divisors[:12]),
         )
     check_layout(train, lambda: shape, {f"{h}x{w}": batch for (h, w), batch in data.buckets.items()}, layout)
     return layout

@@ -282,7 +282,7 @@ def _resolution(facts: Facts) -> tuple[int, int]:
             f"all {facts.pictures} pictures are too small: Sana draws {resolution} x {resolution} pixels or more",
             expected=f"at least {resolution / LARGEST:.0f} x {resolution / LARGEST:.0f} pixels",
             found=f"the largest has {facts.widths[largest]} x {facts.heights[largest]}",
-            fix="take the originals, or enlarge them with a tool that is made for it",
+            fix="use the originals, or enlarge them with a tool for upscaling",
         )
     return resolution, left_out
 

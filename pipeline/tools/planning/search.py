@@ -142,7 +142,7 @@ class Search:
                 break
         if not seen:
             predicting.check(train, self.shape, self.data, self.machine.gpus)  # says what is wrong with the sizes
-            raise ConfigError("no microbatch goes with these sizes of train.parallel", fix="--set train.parallel=auto")
+            raise ConfigError("no microbatch fits these sizes of train.parallel", fix="--set train.parallel=auto")
         if not found:
             error = NothingFitsError("nothing fits")
             error.smallest = min(seen, key=lambda candidate: candidate.prediction.total)

@@ -318,7 +318,7 @@ def _process_group(rank: int, layout: Layout) -> Iterator[Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise UserError("this process already belongs to a process group", fix="plan in a process of its own")
+        raise UserError("this process already belongs to a process group", fix="run the plan in a separate process")
     with _ONE_GROUP:
         hook = sys.excepthook  # torch puts the rank before every line of a traceback, and leaves it there
         dist.init_process_group("fake", rank=rank, world_size=layout.world, store=FakeStore())

@@ -58,7 +58,7 @@ def collect(
         compare: a second run directory.
 
     Raises:
-        UserError: `run` or `compare` is no run directory.
+        UserError: `run` or `compare` is not a run directory.
         CacheError: `snapshot` does not exist, or the snapshot is damaged.
     """
     missing: dict[str, Missing] = {}
@@ -80,10 +80,10 @@ def collect(
     if cache is not None and opened is not None:
         data = snapshot_figures(cache, opened)
         if data.crop is None:
-            what = data.crop_missing or "there are no sizes of pictures"
+            what = data.crop_missing or "the sizes of the pictures are not known"
             missing["crop"] = Missing(what, "sana-pipe encode --data DIR")
         if data.new is None:
-            what = "the snapshot has no earlier one to compare with"
+            what = "there is no earlier snapshot to compare with"
             missing["new"] = Missing(what, "sana-pipe bucket --name NAME")
     if first is not None:
         missing |= _missing_in_run(first, data)
@@ -114,7 +114,7 @@ def _missing_pictures(runs: Sequence[RunFigures]) -> dict[str, Missing]:
             what, commands = ("; ".join(texts) for texts in zip(*waiting, strict=True))
             return {"pictures": Missing(what, commands)}
     if not any(part.pictures for run in runs for part in run.parts):
-        what = "no pictures were drawn during the run; before: sana-pipe encode --prompts default"
+        what = "no pictures were drawn during the run; first: sana-pipe encode --prompts default"
         return {"pictures": Missing(what, "sana-pipe train --set 'train.pictures={}'")}
     return {}
 

@@ -136,6 +136,6 @@ def mask_notes(snapshot: Snapshot) -> Iterator[str]:
             names = ", ".join(escaped(snapshot.source_item(row)[1]) for row in rows[:EXAMPLES])
             more = ", ..." if len(rows) > EXAMPLES else ""
             yield (
-                f"{len(rows)} of {read} masks that were looked at are {what}: {names}{more}; "
+                f"{len(rows)} of {read} checked masks are {what}: {names}{more}; "
                 "white is learned, black is not (sana-pipe view NAME shows a mask)"
             )

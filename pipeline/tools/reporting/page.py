@@ -108,7 +108,9 @@ def check_out(out: Path) -> None:
             with out.open("rb") as file:
                 if not (head := file.read(_HEAD)) or _MARK in head:
                     return
-    raise UserError(f"{out} exists and is no page of sana-pipe", expected="a new file, or a page", fix="another --out")
+    raise UserError(
+        f"{out} exists and is not a page of sana-pipe", expected="a new file, or a page", fix="another --out"
+    )
 
 
 def _writing(out: Path) -> AbstractContextManager[None]:

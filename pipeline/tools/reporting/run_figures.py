@@ -148,11 +148,11 @@ def run_figures(folder: Path, earlier: bool = False) -> RunFigures:
         earlier: the runs that this one began from, and those before them, are parts, too.
 
     Raises:
-        UserError: it is no run directory.
+        UserError: it is not a run directory.
     """
     if not is_run(folder):
         raise UserError(
-            f"{folder}: is no run directory",
+            f"{folder}: is not a run directory",
             expected=f"a folder with {JOURNAL}, or with folders that have one",
             fix="sana-pipe train writes one to train.output; --run DIR names another",
         )

@@ -53,7 +53,7 @@ class Drawing:
 
     @classmethod
     def read(cls, path: Path) -> Drawing:
-        """Raises a UserError if it is no file of drawn latents."""
+        """Raises a UserError if it is not a file of drawn latents."""
         try:
             data = path.read_bytes()
             facts = json.loads(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["drawing"])
@@ -61,7 +61,7 @@ class Drawing:
         except OSError as error:
             raise not_permitted(path) or UserError(f"{path}: cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: is no file of drawn latents: {error!r}", fix="remove it") from None
+            raise UserError(f"{path}: is not a file of drawn latents: {error!r}", fix="remove it") from None
 
     @property
     def folder(self) -> Path:
