@@ -140,15 +140,17 @@ def gpu_tests(sizes: Sizes, *, only: list[str] | None = None, without: list[str]
     failed one fails the row.
 
     Args:
-        only, without: names of files in tests/.
+        only, without: names of files below tests/.
     """
     import pytest
 
-    marked = {p.name for p in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in p.read_text("utf-8")}
+    paths = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
+    marked = {name for name, path in paths.items() if "mark.gpu" in path.read_text("utf-8")}
     chosen = marked & set(only) if only is not None else marked - set(without or ())
+    assert chosen, "no test file is marked gpu"
     outcomes = _Outcomes()
     more = ["--collect-only"] if sizes.dry else ["--timeout=100"]
-    files = [str(ROOT / "tests" / name) for name in sorted(chosen)]
+    files = [str(paths[name]) for name in sorted(chosen)]
     arguments = [
         *files,
         "-m",

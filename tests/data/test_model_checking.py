@@ -369,7 +369,9 @@ class Chain(RuleBasedStateMachine):
 
         was = self.damaged
         for _ in range(3):
-            self._documented(*verify(True))
+            code, value = verify(True)
+            if not ("adopt" in self.stopped and code == IntegrityError.exit_code):  # a shard that no plan has yet
+                self._documented(code, value)
             self._documented(*forked(self._encode))
             self.damaged = True  # so that nothing is asserted of the way
             if self.adopted:  # the other cache has what this one cannot encode again

@@ -98,7 +98,7 @@ def alone(folder: Path, tmp_path: Path) -> tuple[dict[str, bytes], dict[str, Any
     return files(tmp_path / "alone" / "cache"), done
 
 
-COUNTED = ("items", "rejects", "new", "reused", "gone")
+COUNTED = ("items", "rejects", "new", "reused", "missing")
 
 
 @pytest.mark.dist
