@@ -231,13 +231,8 @@ def derived_controlnet(name: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("controlnet_24gb", marks=pytest.mark.slow),
-        pytest.param("controlnet_80gb", marks=pytest.mark.nightly),  # a minute and a half of a core
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONTROLNETS)
 def test_memory_and_time_of_a_controlnet_are_predicted(name: str) -> None:
     card, seconds, _, peaks = CONTROLNETS[name]
     gpu = ["--gpu", card]

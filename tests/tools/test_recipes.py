@@ -367,17 +367,8 @@ def test_without_a_card_memory_is_not_the_reason() -> None:
     assert recommend.recommend(facts, FULL).purpose == FULL
 
 
-def rows_of_memory() -> list[Any]:
-    """The rows of the table; the large ones, two minutes of a core each, are tests of the night but for one."""
-    result = []
-    for row in recommend.MEMORY:
-        is_long = (row.purpose, row.resolution) == (FULL, 1024) and row.gib != 23.5
-        mark = pytest.mark.nightly if is_long else pytest.mark.slow
-        result.append(pytest.param(row, marks=mark, id=f"{row.purpose}-{row.resolution}-{row.gib:g}"))
-    return result
-
-
-@pytest.mark.parametrize("row", rows_of_memory())
+@pytest.mark.slow
+@pytest.mark.parametrize("row", recommend.MEMORY, ids=lambda row: f"{row.purpose}-{row.resolution}-{row.gib:g}")
 def test_each_row_of_the_memory_table_fits(row: recommend.Memory, tmp_path: Path) -> None:
     """By the prediction, on a card with just so much memory, and on four with as much together where that is more."""
     from click.testing import CliRunner
