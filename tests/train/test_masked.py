@@ -123,8 +123,10 @@ def test_bucket_counts_masks_that_say_nothing(
     capsys.readouterr()
     stages.bucket.run(config, as_json=True)
     same_everywhere, dim = json.loads(capsys.readouterr().out)["notes"]
-    assert "2 of 4" in same_everywhere and {"white.png", "black.png"} <= set(re.split(r"[ ,;]+", same_everywhere))
-    assert "1 of 4" in dim and "dim.png" in dim
+    assert "2 of 4 checked masks" in same_everywhere and {"white.png", "black.png"} <= set(
+        re.split(r"[ ,;]+", same_everywhere)
+    )
+    assert "1 of 4 checked masks" in dim and "dim.png" in dim
 
 
 def test_masked_cells_have_no_gradient_and_do_not_change_the_loss() -> None:
