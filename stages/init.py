@@ -41,7 +41,7 @@ from pipeline.data.images import buckets
 from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.signals.text import TextEncoding
 from pipeline.data.snapshots.selection import is_held_out
-from pipeline.data.sources import further, name_patterns
+from pipeline.data.sources import controls_and_masks, name_patterns
 from pipeline.data.sources.detect import open_source
 from pipeline.data.sources.reject_kinds import Kinds
 from pipeline.data.sources.source import Place, Source
@@ -256,9 +256,9 @@ def _add_reading(made: Recommendation, looked: Sequence[_Looked], data: Sequence
         )
     for field in filter(None, fields):
         made.add("data.caption_field", field, "the column that holds the captions")
-    if any(each.taken.further.get(name_patterns.MASK) for each in looked):
+    if any(each.taken.controls_and_masks.get(name_patterns.MASK) for each in looked):
         made.add("train.mask", {}, "the pictures have masks: what is white in them is learned")
-    if any(each.taken.further.get(name_patterns.CONTROL) for each in looked):
+    if any(each.taken.controls_and_masks.get(name_patterns.CONTROL) for each in looked):
         made.notes.append(
             f"control pictures are encoded, and {made.purpose} training does not use them: docs/guides/controlnet.md"
         )
@@ -379,7 +379,10 @@ def _check_usable(looked: Sequence[_Looked]) -> None:
     """Raise a UserError, with the reasons, if no picture is usable."""
     if looked and not any(each.usable.num_rows for each in looked):
         reasons = [line.strip() for each in looked for line in each.rejected.ranked().lines()]
-        advice = [each.taken.remedy or further.remedy(each.source.further, each.rejected.counts) for each in looked]
+        advice = [
+            each.taken.remedy or controls_and_masks.remedy(each.source.controls_and_masks, each.rejected.counts)
+            for each in looked
+        ]
         raise UserError(
             "no picture is usable",
             expected="pictures with captions, or with the trigger word in their place",

@@ -273,7 +273,7 @@ def test_sets_are_opened_by_name_encoding_and_id(tiny: tuple[Cache, TextEncoding
         prompts.publish(cache, "../x", encoding, ["one"], keys[:1])
 
 
-def test_a_forgotten_set_is_gone_and_comes_back(tiny: tuple[Cache, TextEncoding, list[bytes]]) -> None:
+def test_a_forgotten_set_is_missing_and_comes_back(tiny: tuple[Cache, TextEncoding, list[bytes]]) -> None:
     cache, encoding, keys = tiny
     made = prompts.publish(cache, "prompts", encoding, ["one"], keys[:1])
     prompts.forget(cache, "prompts")

@@ -352,7 +352,7 @@ def test_what_is_missing_is_named_with_its_command(made: Made, tmp_path: Path) -
         collect(made.config, run=tmp_path / "none")
 
 
-def test_a_scan_that_is_gone_leaves_the_crop_loss_out(made: Made, tmp_path: Path) -> None:
+def test_a_scan_that_is_missing_leaves_the_crop_loss_out(made: Made, tmp_path: Path) -> None:
     shutil.copytree(made.root / "cache", tmp_path / "cache")
     cache = Cache(tmp_path / "cache")
     for path in (tmp_path / "cache" / "tables").rglob("*.parquet"):
@@ -715,7 +715,7 @@ def checked_of_hostile(path: Path) -> Page:
     return page
 
 
-def test_the_gallery_shows_decoded_latents_beside_their_pictures(
+def test_the_gallery_shows_decoded_latents_next_to_their_pictures(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decoding itself is `sample`'s; here it runs in this process, which is seconds faster."""
@@ -965,7 +965,7 @@ def test_a_caption_commands_no_terminal_and_prints_no_line_of_its_own(
     assert not set("\x1b\r\x9b") & set(printed)
 
 
-def test_a_sample_whose_source_is_gone(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_whose_source_is_missing(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(made.root / "cache", tmp_path / "cache")
     for path in (tmp_path / "cache" / "tables").rglob("*.parquet"):
         path.unlink()

@@ -580,7 +580,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_process, "_run", run)
 
 
-def test_the_base_is_drawn_beside_the_trained_weights_one_model_at_a_time(
+def test_the_base_is_drawn_next_to_the_trained_weights_one_model_at_a_time(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a run that began from another: its checkpoint. Of one from random values: nothing. Lost: a note."""

@@ -217,5 +217,5 @@ def records_schema(kind: str) -> pa.Schema:
     """Schema of the record tables of a kind. offset, length: of the payload inside the shard, in bytes. The axes give
     the shape of the values in every storage."""
     made = encoding_class(kind)
-    further = _CAPTION if issubclass(made, CaptionEncoding) else []
-    return pa.schema([*_RECORD, *((axis, pa.uint32()) for axis in made.axes), *further])
+    caption = _CAPTION if issubclass(made, CaptionEncoding) else []
+    return pa.schema([*_RECORD, *((axis, pa.uint32()) for axis in made.axes), *caption])
