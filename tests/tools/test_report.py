@@ -30,9 +30,10 @@ from pipeline.config import Config, load
 from pipeline.data.cache.cache import Cache
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.tools.demo import small_models
-from pipeline.tools.reporting import data_figures, plots, run_figures, sample_view
+from pipeline.tools.reporting import data_figures, plots, run_figures, sample_figures, sample_names, sample_view
 from pipeline.tools.reporting import page as reporting_page
 from pipeline.tools.reporting.figures import collect as figures_of
+from pipeline.tools.reporting.sample_figures import SampleFigures
 from pipeline.tools.reporting.sections import SECTIONS
 from pipeline.tools.reporting.source_pictures import SourcePictures
 from pipeline.train.training import metrics
@@ -150,7 +151,7 @@ def test_of_a_scan_only_what_is_shown_is_read(made: Made, monkeypatch: pytest.Mo
     monkeypatch.setattr(Cache, "table", noted)
     collect(made.config)
     cache = Cache(made.config.cache)
-    sample_view.describe(cache, cache.open_snapshot(), 0)
+    sample_figures.sample_figures(cache, cache.open_snapshot(), 0)
     assert len(asked) == 3 and "captions" not in set.union(*asked)
 
 
@@ -922,7 +923,7 @@ def test_an_ambiguous_name_lists_the_samples(made: Made, capsys: pytest.CaptureF
             view.run(made.config, text)
     cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 130})
     snapshot = cache.open_snapshot()
-    assert snapshot.source_item(sample_view.find(cache, snapshot, "12")) == ("item", "12")
+    assert snapshot.source_item(sample_names.find(cache, snapshot, "12")) == ("item", "12")
 
 
 def test_a_file_name_finds_its_only_picture_in_any_folder(tmp_path: Path) -> None:
@@ -933,11 +934,11 @@ def test_a_file_name_finds_its_only_picture_in_any_folder(tmp_path: Path) -> Non
     cache = Cache(of.cache)
     snapshot = cache.open_snapshot()
     for text in ("2.png", "one: 2.png"):
-        assert snapshot.source_item(sample_view.find(cache, snapshot, text)) == ("one", "dogs/2.png")
+        assert snapshot.source_item(sample_names.find(cache, snapshot, text)) == ("one", "dogs/2.png")
     with pytest.raises(UserError, match=naming("cats/1.png", "dogs/1.png")):
-        sample_view.find(cache, snapshot, "1.png")
+        sample_names.find(cache, snapshot, "1.png")
     with pytest.raises(UserError, match=naming("3.png")):
-        sample_view.find(cache, snapshot, "3.png")
+        sample_names.find(cache, snapshot, "3.png")
 
 
 def test_the_page_of_a_sample(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -952,13 +953,11 @@ def test_the_page_of_a_sample(made: Made, tmp_path: Path, capsys: pytest.Capture
 def test_a_caption_commands_no_terminal_and_prints_no_line_of_its_own(
     made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    describe = sample_view.describe
+    def hostile(*arguments: Any) -> SampleFigures:
+        sample = sample_figures.sample_figures(*arguments)
+        return replace(sample, captions=[replace(sample.captions[0], text="x\nfix: rm\x1b[2J\r\x9b1m")])
 
-    def hostile(*arguments: Any) -> Any:
-        values, latent = describe(*arguments)
-        return {**values, "captions": [{**values["captions"][0], "text": "x\nfix: rm\x1b[2J\r\x9b1m"}]}, latent
-
-    monkeypatch.setattr(sample_view, "describe", hostile)
+    monkeypatch.setattr(view, "sample_figures", hostile)
     assert view.run(made.config, "1.png") == 0
     printed = capsys.readouterr().out
     assert not any(line.startswith("fix:") for line in printed.splitlines())
