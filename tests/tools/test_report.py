@@ -30,7 +30,15 @@ from pipeline.config import Config, load
 from pipeline.data.cache.cache import Cache
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.tools.demo import small_models
-from pipeline.tools.reporting import data_figures, plots, run_figures, sample_figures, sample_names, sample_view
+from pipeline.tools.reporting import (
+    data_figures,
+    plots,
+    run_figures,
+    run_plots,
+    sample_figures,
+    sample_names,
+    sample_view,
+)
 from pipeline.tools.reporting import page as reporting_page
 from pipeline.tools.reporting.figures import collect as figures_of
 from pipeline.tools.reporting.sample_figures import SampleFigures
@@ -277,6 +285,30 @@ def test_a_long_journal_is_thinned_without_hiding_a_spike() -> None:
     assert {len(column) for column in (curve.step, curve.value, curve.low, curve.high)} == {run_figures.POINTS}
     assert curve.step[-1] == 100_000 and max(curve.high) == 50.0 and min(curve.low) == 1.0
     assert np.mean(curve.value) == pytest.approx(values.mean())
+
+
+def test_each_plot_has_a_column_of_the_journal_and_a_section(made: Made) -> None:
+    [row, *_] = metrics.read(made.root / "run" / run_figures.JOURNAL)
+    columns = [plot.column for plot in run_plots.PLOTS]
+    assert set(columns) - row.keys() == {"loss_scale"}, "which only fp16 has"
+    assert {*run_figures.NOT_PLOTTED} <= row.keys()
+    assert len({plot.title for plot in run_plots.PLOTS}) == len(set(columns)) == len(columns)
+    assert {plot.section for plot in run_plots.PLOTS} <= {section.id for section in SECTIONS}
+
+
+def test_another_plot_is_a_row_of_one_table(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = run_plots.RunPlot("padded_tokens", "Padding", "rows", "throughput", compared=True)
+    monkeypatch.setattr(run_plots, "PLOTS", (*run_plots.PLOTS, more))
+    run, out = made.root / "run", tmp_path / "report.html"
+    part = collect(made.config)[0]["run"]["parts"][0]
+    assert part["curves"]["padded_tokens"]["value"] == [
+        row["padded_tokens"] for row in metrics.read(run / run_figures.JOURNAL)
+    ]
+    report.run(made.config, out, pictures=False, compare=run)
+    checked(out)
+    throughput = out.read_text().partition('<section id="throughput">')[2].partition("</section>")[0]
+    assert "<figcaption>Padding</figcaption>" in throughput
+    assert "<figcaption>Padding: both runs</figcaption>" in out.read_text()
 
 
 def test_rounds_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
