@@ -8,6 +8,34 @@ from pydantic import Field
 
 from pipeline.base.config import Place, Weights
 
+# A constant of the released models: the instruction before every caption ("complex human instruction",
+# `text_encoder.chi_prompt` in NVlabs/Sana's configurations). A changed character changes every row of every caption.
+_INSTRUCTION = "\n".join(
+    (
+        "Given a user prompt, generate an {quote}Enhanced prompt{quote} that provides detailed visual descriptions "
+        "suitable for image generation. Evaluate the level of detail in the user prompt:",
+        "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, and spatial "
+        "relationships to create vivid and concrete scenes.",
+        "- If the prompt is already detailed, refine and enhance the existing details slightly without "
+        "overcomplicating.",
+        "Here are examples of how to transform or refine prompts:",
+        "- User Prompt: A cat sleeping -> Enhanced: A small, fluffy white cat curled up in a round shape, sleeping "
+        "peacefully on a warm sunny windowsill, surrounded by pots of blooming red flowers.",
+        "- User Prompt: A busy city street -> Enhanced: A bustling city street scene at dusk, featuring glowing "
+        "street lamps, a diverse crowd of people in colorful clothing, and a double-decker bus passing by towering "
+        "glass skyscrapers.",
+        "Please generate only the enhanced description for the prompt below and avoid including any additional "
+        "commentary or evaluations:",
+        "User Prompt: ",
+    )
+)
+
+INSTRUCTIONS: dict[str, str] = {
+    "diffusers": _INSTRUCTION.replace("{quote}", "'"),
+    "nvlabs": _INSTRUCTION.replace("{quote}", '"'),
+}
+"""Prompting -> the instruction (1,057 characters, with a space at the end)."""
+
 
 class VaeConfig(Weights):
     """The image encoder."""

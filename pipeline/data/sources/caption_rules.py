@@ -16,35 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.base.errors import UserError
-from pipeline.data.encoders.config import TextConfig
+from pipeline.data.encoders.config import INSTRUCTIONS, TextConfig
 
-# A constant of the released models: the instruction before every caption ("complex human instruction",
-# `text_encoder.chi_prompt` in NVlabs/Sana's configurations). A changed character changes every row of every caption.
-_INSTRUCTION = "\n".join(
-    (
-        "Given a user prompt, generate an {quote}Enhanced prompt{quote} that provides detailed visual descriptions "
-        "suitable for image generation. Evaluate the level of detail in the user prompt:",
-        "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, and spatial "
-        "relationships to create vivid and concrete scenes.",
-        "- If the prompt is already detailed, refine and enhance the existing details slightly without "
-        "overcomplicating.",
-        "Here are examples of how to transform or refine prompts:",
-        "- User Prompt: A cat sleeping -> Enhanced: A small, fluffy white cat curled up in a round shape, sleeping "
-        "peacefully on a warm sunny windowsill, surrounded by pots of blooming red flowers.",
-        "- User Prompt: A busy city street -> Enhanced: A bustling city street scene at dusk, featuring glowing "
-        "street lamps, a diverse crowd of people in colorful clothing, and a double-decker bus passing by towering "
-        "glass skyscrapers.",
-        "Please generate only the enhanced description for the prompt below and avoid including any additional "
-        "commentary or evaluations:",
-        "User Prompt: ",
-    )
-)
-
-INSTRUCTIONS: dict[str, str] = {
-    "diffusers": _INSTRUCTION.replace("{quote}", "'"),
-    "nvlabs": _INSTRUCTION.replace("{quote}", '"'),
-}
-"""Prompting -> the instruction (1,057 characters, with a space at the end)."""
 _FLAGS = re.compile(
     r"(?<!\S)--(?:[A-Za-z]{1,2}|seed|steps|width|height|neg|negative|niji|style|stylize|chaos)(?=[\s=]|$)"
 )
@@ -53,7 +26,7 @@ _ASCII_SPACE = "".join(character for character in map(chr, range(128)) if charac
 
 
 def instruction(config: TextConfig) -> str:
-    """The text before every caption: the configured one, else that of the prompting."""
+    """The text before every caption of Sana: the configured one, else that of the prompting."""
     return INSTRUCTIONS[config.prompting] if config.instruction is None else config.instruction
 
 
