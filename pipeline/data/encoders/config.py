@@ -69,15 +69,17 @@ class TextConfig(Weights):
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Precision of the encoder's computation; part of the encoding."""
     prompting: Literal["diffusers", "nvlabs"] = "diffusers"
-    """Normalisation of captions. diffusers: lower case, stripped, as `SanaPipeline` does at inference. nvlabs: as
-    written, as NVlabs' trainer does."""
+    """Normalisation of captions. diffusers: as the encoder's pipeline does at inference: lower case, stripped for
+    Gemma-2 (`SanaPipeline`), as written for Qwen3 (`ZImagePipeline`). nvlabs: as written, as NVlabs' trainer of Sana
+    does."""
     instruction: str | None = None
-    """The text before each caption; null: that of `prompting`; `""`: none."""
-    max_length: Annotated[int, Field(ge=2)] = 300
-    """Token limit of a caption; longer captions are cut."""
+    """The text before each caption; null: that of `prompting`, for Gemma-2; `""`: none."""
+    max_length: Annotated[int, Field(ge=2)] | None = None
+    """Token limit of a caption; longer captions are cut. null: that of the encoder's pipeline: 300 for Gemma-2, 512 for
+    Qwen3, whose chat template counts."""
     mode: Literal["auto", "exact"] = "auto"
-    """auto: run the instruction once for all captions, and check samples against the reference. exact: run the
-    reference for each caption. Not part of the encoding (see pipeline/data/encoders/text.py)."""
+    """auto: run the instruction once for all captions, and no padding, and check samples against the reference. exact:
+    run the reference for each caption. Not part of the encoding (see pipeline/data/encoders/text.py)."""
 
     @property
     def tokenizer(self) -> Weights:

@@ -1,4 +1,4 @@
-"""What every caption begins with, run once by Gemma-2.
+"""A shared prefix: the tokens that every caption begins with, run once by Gemma-2.
 
 Attention is causal, so the keys and values of the instruction serve every caption. Masks and cache are implemented here
 and rely on how Gemma2Model calls them; the comparison of `TextEncoder` would notice a change.

@@ -20,7 +20,7 @@ import xxhash
 from pipeline.base.hub import ModelError, choose, load, read_json, resolve, weight_files
 from pipeline.data.encoders.config import TextConfig
 from pipeline.data.encoders.frozen import DTYPES, NonFiniteOutputError, bf16_bits, digest, finite_bits
-from pipeline.data.encoders.text_kind import TextKind, kind_at, kind_of
+from pipeline.data.encoders.text_kind import TEMPLATE_FILE, TextKind, kind_at, kind_of
 
 BATCH_TOKENS = 8192
 """Maximum positions of a forward pass, padding included: fills a GPU and fits next to Gemma."""
@@ -28,7 +28,6 @@ BATCH_TOKENS = 8192
 _NOISE_FACTOR, _MAX_TOLERANCE = 3.0, 0.1
 _COMPARED = 4
 
-TEMPLATE_FILE = "chat_template.jinja"
 _DIGESTED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
 TOKENIZER_FILES = (*_DIGESTED, TEMPLATE_FILE)
 _TOKENIZER_PATTERNS = (*TOKENIZER_FILES, "added_tokens.json", "config.json")
@@ -375,7 +374,7 @@ def load_tokenizer(folder: Path, kind: TextKind) -> Any:
     _tokenizer_digest(folder)  # a ModelError if files are missing or broken
     tokenizer = load(AutoTokenizer, folder, "tokenizer")
     tokenizer.padding_side = "right"
-    (ids,) = tokenized(tokenizer, kind.texts(tokenizer, [""], kind.template(folder)))
+    (ids,) = tokenized(tokenizer, _tried(tokenizer, kind, folder))
     if kind.needs_bos and (tokenizer.bos_token_id is None or ids != [tokenizer.bos_token_id]):
         raise ModelError(
             f"the tokenizer in {folder} does not add <bos> alone to every text, as Sana's selection rule needs",
@@ -393,3 +392,22 @@ def load_tokenizer(folder: Path, kind: TextKind) -> Any:
     if tokenizer.pad_token_id is None:
         raise ModelError(f"the tokenizer in {folder} has no padding token", fix="take the model's own tokenizer")
     return tokenizer
+
+
+def _tried(tokenizer: Any, kind: TextKind, folder: Path) -> list[str]:
+    """Return what the tokenizer is given of the empty caption. A chat template that leaves captions out is refused."""
+    template, captions = kind.template(folder), ("a red cube", "snow")
+    try:
+        empty, *texts = kind.texts(tokenizer, ["", *captions], template)
+    except Exception as error:  # whatever the template's program raises
+        empty, texts, said = "", [], f"{type(error).__name__}: {error}"
+    else:
+        said = " and ".join(map(repr, texts))
+    if len(texts) == len(captions) and all(caption in text for caption, text in zip(captions, texts, strict=True)):
+        return [empty]
+    raise ModelError(
+        f"the chat template of the tokenizer in {folder} does not work for {kind.called}",
+        expected=f"a text with the caption in it, of {' and '.join(map(repr, captions))}",
+        found=said[:300],
+        fix="copy the tokenizer's folder from the repository of the model that is trained",
+    )

@@ -15,14 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipeline.base.errors import ConfigError
-from pipeline.base.hub import ModelError, read_settings, resolve
+from pipeline.base.hub import ModelError, is_local, read_settings, resolve
 from pipeline.data.encoders.config import TextConfig
 
 if TYPE_CHECKING:
     import torch
 
-KINDS: dict[str, str] = {"gemma2": "pipeline.data.encoders.text_gemma2:Gemma2"}
+KINDS: dict[str, str] = {
+    "gemma2": "pipeline.data.encoders.text_gemma2:Gemma2",
+    "qwen3": "pipeline.data.encoders.text_qwen3:Qwen3",
+}
 """transformers' `model_type` -> module:class."""
+TEMPLATE_FILE = "chat_template.jinja"
 MAX_LENGTH = 300
 """The rows of an encoder that cannot be looked at: Sana's."""
 
@@ -109,7 +113,7 @@ class TextKind(ABC):
         return ""
 
     def texts(self, tokenizer: Any, captions: Sequence[str], template: str) -> list[str]:
-        """What the tokenizer is given of captions."""
+        """Return what the tokenizer is given of captions."""
         return list(captions)
 
     @abstractmethod
@@ -164,6 +168,15 @@ def max_length(config: TextConfig) -> int:
         return kind_of(config).max_length
     except ModelError:
         return MAX_LENGTH
+
+
+def normalisation(config: TextConfig) -> str:
+    """The rule of captions, for messages: Sana's for an encoder that is not on this machine."""
+    try:
+        kind: Any = kind_at(resolve(config)) if is_local(config) else kind_class("gemma2")
+    except ModelError:
+        kind = kind_class("gemma2")
+    return kind.normalisations.get(config.prompting, config.prompting)
 
 
 def layers_and_rope(settings: Mapping[str, Any], layer_types: Sequence[str]) -> dict[str, Any]:

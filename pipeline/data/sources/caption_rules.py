@@ -22,6 +22,7 @@ _FLAGS = re.compile(
     r"(?<!\S)--(?:[A-Za-z]{1,2}|seed|steps|width|height|neg|negative|niji|style|stylize|chaos)(?=[\s=]|$)"
 )
 """kohya's (`--n blurry --w 64 --d 42`), Midjourney's (`--ar 16:9 --v 6`) and their like."""
+_UNCHANGED = ("nvlabs", "unchanged")
 _ASCII_SPACE = "".join(character for character in map(chr, range(128)) if character.isspace())
 
 
@@ -30,25 +31,29 @@ def instruction(config: TextConfig) -> str:
     return INSTRUCTIONS[config.prompting] if config.instruction is None else config.instruction
 
 
-def normalise(caption: str, prompting: str) -> str:
-    """The caption as the tokenizer receives it, without the instruction.
+def normalise(caption: str, rule: str) -> str:
+    """The caption as the encoder receives it, without the instruction.
 
-    `diffusers`: lower case, surrounding whitespace removed (SanaPipeline, `clean_caption=False`); `nvlabs`: unchanged.
+    Args:
+        rule: an encoding's `normalisation`. `diffusers`: lower case, surrounding whitespace removed (SanaPipeline,
+            `clean_caption=False`); `nvlabs` and `unchanged`: as written.
     """
-    if prompting == "diffusers":
+    if rule == "diffusers":
         return caption.lower().strip()
-    if prompting == "nvlabs":
+    if rule in _UNCHANGED:
         return caption
-    raise ValueError(f"unknown prompting {prompting!r}; known: {', '.join(INSTRUCTIONS)}")
+    raise ValueError(f"unknown normalisation {rule!r}")
 
 
-def normalise_all(captions: pa.Array, prompting: str) -> pa.Array:
+def normalise_all(captions: pa.Array, rule: str) -> pa.Array:
     """`normalise` of many captions (strings without null)."""
-    if prompting != "diffusers":
-        return pa.array([normalise(caption, prompting) for caption in captions.to_pylist()], captions.type)
+    if rule in _UNCHANGED:
+        return captions
+    if rule != "diffusers":
+        return pa.array([normalise(caption, rule) for caption in captions.to_pylist()], captions.type)
     other = pc.invert(pc.string_is_ascii(captions))  # Arrow knows other lower-case letters than Python
     normalised = pc.ascii_trim(pc.ascii_lower(captions), characters=_ASCII_SPACE)
-    rest = [normalise(caption, prompting) for caption in captions.filter(other).to_pylist()]
+    rest = [normalise(caption, rule) for caption in captions.filter(other).to_pylist()]
     return pc.replace_with_mask(normalised, other, pa.array(rest, captions.type)) if rest else normalised
 
 
