@@ -555,7 +555,8 @@ def bucket(
 @_json
 @click.pass_context
 def snapshots(context: click.Context, given: _Given, as_json: bool) -> Any:
-    """List the snapshots of the cache, compare two (`snapshots diff A B`), or name one (`snapshots name A NAME`)."""
+    """List the snapshots of the cache, say how one was made (`snapshots show A`), compare two (`snapshots diff A B`),
+    or name one (`snapshots name A NAME`)."""
     if context.invoked_subcommand is not None:
         if given != _NOTHING or as_json:
             raise click.UsageError("options go behind the last word: sana-pipe snapshots diff A B --config F")
@@ -576,6 +577,17 @@ def diff(config: Config, a: str, b: str, as_json: bool) -> Any:
     from stages import snapshots as stage
 
     return stage.diff(config, a, b, as_json=as_json)
+
+
+@snapshots.command(examples=["sana-pipe snapshots show round1 --json"])
+@_configured
+@click.argument("snapshot", metavar="SNAPSHOT")
+@_json
+def show(config: Config, snapshot: str, as_json: bool) -> Any:
+    """Say how a snapshot was made: rules, sources, duplicates, held-out part, and the command that makes it again."""
+    from stages import snapshots as stage
+
+    return stage.show(config, snapshot, as_json)
 
 
 @snapshots.command(examples=["sana-pipe snapshots name latest round3 --move"])

@@ -187,7 +187,8 @@ def _listed(names: list[str], count: int) -> str:
 
 def _print_id(report: dict[str, Any]) -> None:
     name = f" ({report['name']})" if report["name"] else ""
-    click.echo(f"snapshot {report['snapshot']}{name}" if report["snapshot"] else f"dry run: no snapshot was made{name}")
+    made = f"snapshot {report['snapshot']}{name}, content {report['content']}"
+    click.echo(made if report["snapshot"] else f"dry run: no snapshot was made{name}")
     if report["unchanged"]:
         click.echo(
             "this is the latest snapshot already: nothing has changed. For new pictures run sana-pipe encode first"

@@ -1,4 +1,4 @@
-"""`sana-pipe snapshots`: list the snapshots of a cache, name them, and compare two of them."""
+"""`sana-pipe snapshots`: list the snapshots of a cache, say how one was made, name them, and compare two of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pipeline.config import Config
 from pipeline.data.cache import compare, layout
 from pipeline.data.cache.cache import MOVING, check_snapshot_name, name_taken
 from pipeline.data.cache.snapshot import Snapshot
+from pipeline.data.snapshots import provenance
 from pipeline.tools.locations import cache_location
 
 SHOWN = 20
@@ -32,19 +33,40 @@ def run(config: Config, as_json: bool = False) -> int:
     if as_json:
         click.echo(json.dumps({"snapshots": entries}))
         return IntegrityError.exit_code if damaged else 0
-    click.echo(f"{'id':<12}  {'parent':<12}  {'samples':>9}  {'buckets':>7}  {'left out':>8}  {'size':>10}  names")
+    columns = f"{'id':<12}  {'content':<12}  {'parent':<12}  {'samples':>9}"
+    click.echo(f"{columns}  {'buckets':>7}  {'left out':>8}  {'size':>10}  names")
     for entry in entries:
         if "damaged" in entry:
             click.echo(f"damaged: {', '.join(entry['names']) or entry['id']}: {entry['damaged']}")
             continue
+        ids = "  ".join(f"{(entry[name] or '-')[:12]:<12}" for name in ("id", "content", "parent"))
         click.echo(
-            f"{entry['id'][:12]}  {(entry['parent'] or '-')[:12]:<12}  {entry['samples']:>9}  {entry['buckets']:>7}  "
-            f"{entry['left_out']:>8}  {amount(entry['bytes']):>10}  {', '.join(entry['names']) or '-'}"
+            f"{ids}  {entry['samples']:>9}  {entry['buckets']:>7}  {entry['left_out']:>8}  "
+            f"{amount(entry['bytes']):>10}  {', '.join(entry['names']) or '-'}"
             + (" (packed)" if entry["packed"] else "")
         )
     if damaged:
         click.echo(f"fix: {layout.REPAIR}, then sana-pipe bucket")
     return IntegrityError.exit_code if damaged else 0
+
+
+def show(config: Config, snapshot: str, as_json: bool = False) -> int:
+    """Print how a snapshot was made.
+
+    Args:
+        snapshot: a name, an id or the beginning of an id.
+
+    Returns:
+        0.
+
+    Raises:
+        CacheError: no such snapshot, or it is damaged.
+    """
+    cache = cache_location(config).open()
+    report = provenance.described(cache, cache.open_snapshot(snapshot))
+    for line in [json.dumps(report)] if as_json else provenance.lines(report):
+        click.echo(line)
+    return 0
 
 
 def name(config: Config, snapshot: str, label: str, move: bool = False) -> int:

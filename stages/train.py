@@ -131,7 +131,8 @@ def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
     continued = None if resumed is None or resumed.begins else resumed.document
     opened = cache.open_snapshot(chosen)
     samples = sum(bucket.samples for bucket in opened.buckets)
-    log(f"snapshot {opened.id[:12]}: {samples} samples in {len(opened.buckets)} buckets")
+    content = f" (content {opened.head.content_id[:12]})" if opened.head.content_id else ""
+    log(f"snapshot {opened.id[:12]}{content}: {samples} samples in {len(opened.buckets)} buckets")
     if launch.is_main and continued is not None:
         for line in _newer(config, cache, opened, snapshot):
             log(line)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from click.testing import CliRunner
 
 import stages.bucket
 import stages.encode
+import stages.pack
 import stages.snapshots
 from pipeline.base.errors import CacheError, ConfigError, IntegrityError, UserError
 from pipeline.cli import cli
@@ -104,9 +106,9 @@ def test_snapshots_come_out_the_same(root: Path) -> None:
     one[5] = dataclasses.replace(one[5], reject="broken")
     add(config(root), "one", one, without=["00007.png"])
     add(config(root), "two", pictures(60, "two-"))
-    assert stages.bucket.run(config(root)) == "c8f238b4efbd536c9130745c204609e2"
+    assert stages.bucket.run(config(root)) == "845c3baaff68cc36fffbf69aa0667b9e"
     dropped = config(root, "bucket.remainder=drop", "bucket.batch=16")
-    assert stages.bucket.run(dropped, name="dropped") == "0158163e865eb55b2a9eb59e32cdc798"
+    assert stages.bucket.run(dropped, name="dropped") == "a527b2595c1f065e6b897af5f16b1bb4"
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
@@ -1026,7 +1028,8 @@ def test_a_dry_run_says_the_same_and_writes_nothing(root: Path, capsys: pytest.C
     wet = report(of, capsys)
     for printed in (dry, wet, dry["heldout"], wet["heldout"]):
         printed.pop("dry_run", None)
-        assert (printed.pop("snapshot") is None) == (printed is dry or printed is dry["heldout"])
+        made = printed.pop("snapshot"), printed.pop("content")
+        assert (None in made) == (made == (None, None)) == (printed is dry or printed is dry["heldout"])
     assert dry == wet
     capsys.readouterr()
     stages.bucket.run(of, dry_run=True)
@@ -1159,6 +1162,50 @@ def test_snapshots_are_listed_and_compared(root: Path) -> None:
     assert stages.snapshots.name(of, "second", "latest") == 0
     assert stages.snapshots.name(of, "first", "latest", move=True) == 0
     assert Cache(of.cache).snapshot_of("latest") == first
+
+
+def test_equal_content_has_an_equal_content_id_in_any_cache(root: Path, tmp_path: Path) -> None:
+    """Two caches that were filled in other steps, so that scans, shards and ids differ; also of their packs."""
+    one = pictures(70)
+
+    def made_in(place: Path, *steps: list[Picture], sets: Sequence[str] = ()) -> Snapshot:
+        of = config(place, *sets)
+        for step in steps:
+            add(of, "one", step)
+        return Cache(of.cache).open_snapshot(stages.bucket.run(of))
+
+    first, second = made_in(root, one), made_in(tmp_path / "b", one[40:], one)
+    assert first.id != second.id and first.head.sources != {} and first.head.shards != second.head.shards
+    content = first.head.content_id
+    assert content is not None and content == second.head.content_id
+    packs = [stages.pack.run(config(place), snapshot="latest") for place in (root, tmp_path / "b")]
+    heads = [Cache(place).open_snapshot(pack).head for place, pack in zip((root, tmp_path / "b"), packs, strict=True)]
+    assert heads[0].content_id == heads[1].content_id not in (None, content), "another order"
+    caption = (one[5].texts[0][0], 2.0)
+    others = {
+        "weight": made_in(tmp_path / "c", [*one[:5], dataclasses.replace(one[5], captions=(caption,)), *one[6:]]),
+        "sample": made_in(tmp_path / "d", one[1:]),
+        "picture": made_in(tmp_path / "e", [dataclasses.replace(one[0], content="other"), *one[1:]]),
+        "batch": made_in(tmp_path / "f", one, sets=["bucket.batch=16"]),
+    }
+    assert len({content, *(each.head.content_id for each in others.values())}) == 5
+
+
+def test_a_snapshot_says_how_it_was_made(root: Path) -> None:
+    of = config(root, "bucket.filter='width > 8'", "bucket.sources={one: {weight: 0.5}}")
+    add(of, "one", pictures(20))
+    made = stages.bucket.run(of, name="half")
+    result = CliRunner().invoke(cli, ["snapshots", "show", "half", "--json", *config_file(of)], standalone_mode=False)
+    report = json.loads(result.output)
+    assert (report["id"], report["samples"], report["content"]) == (
+        made,
+        20,
+        Cache(root).open_snapshot().head.content_id,
+    )
+    assert report["options"]["bucket"]["filter"] == "width > 8" and report["sources"]["one"]["scan"]
+    assert "bucket.filter" in report["command"] and "--name half --move" in report["command"]
+    plain = CliRunner().invoke(cli, ["snapshots", "show", made[:9], *config_file(of)], standalone_mode=False).output
+    assert made in plain and "width > 8" in plain and report["command"] in plain
 
 
 def config_file(of: Config) -> list[str]:

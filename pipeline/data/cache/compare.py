@@ -42,9 +42,9 @@ class Difference:
 
 
 def listed(cache: Cache) -> list[dict[str, Any]]:
-    """All snapshots, parents first: `id`, `names`, `parent`, `samples`, `buckets`, `left_out` (items), `packed`,
-    `bytes` of its shards. A snapshot or name that cannot be read has `id`, `parent`, `names` and `damaged`: the
-    message."""
+    """All snapshots, parents first: `id`, `content` (see `Head.content_id`), `names`, `parent`, `samples`, `buckets`,
+    `left_out` (items), `packed`, `bytes` of its shards. A snapshot or name that cannot be read has `id`, `parent`,
+    `names` and `damaged`: the message."""
     names: dict[str, list[str]] = {}
     entries: list[dict[str, Any]] = []
     for name in cache.snapshot_names():
@@ -63,6 +63,7 @@ def listed(cache: Cache) -> list[dict[str, Any]]:
             continue
         entry |= {
             "parent": head.parent,
+            "content": head.content_id,
             "samples": head.samples,
             "buckets": len(head.buckets),
             "left_out": sum(head.left_out.values()),

@@ -6,7 +6,7 @@ Parsed and written here and nowhere else. Its lists of shards and chunks are tab
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, ClassVar, Self, TypeVar
@@ -146,6 +146,8 @@ class Head(HeadObject):
         options: settings of the configuration that `bucket` made it with, where they are not the defaults, by section.
         counts: `samples`, for other tools.
         leaked: held-out snapshot -> its samples that look like one of these, where that was counted.
+        content_id: digest of samples, records, order and policies alone: equal for equal ones in any cache, whatever
+            scans, shards and history they have. None: an earlier version wrote the head.
     """
 
     encodings: Mapping[str, Mapping[str, Any]]
@@ -161,6 +163,7 @@ class Head(HeadObject):
     options: Mapping[str, Mapping[str, Any]] | None = None
     counts: Mapping[str, int] | None = None
     leaked: Mapping[str, int] | None = None
+    content_id: str | None = None
     forms: ClassVar[Mapping[str, Form]] = {
         "policies": nested(Policies),
         "buckets": nested_list(Bucket),
@@ -209,10 +212,20 @@ class Head(HeadObject):
         return layout.content_digest(layout.canonical(self.values()))
 
     @property
-    def content(self) -> bytes:
+    def without_history(self) -> bytes:
         """The head without its parent, options and leaks; equal for snapshots of the same samples, records and
-        policies."""
-        return layout.canonical({**self.values(), "parent": None, "options": None, "leaked": None})
+        policies from the same scans and shards."""
+        values = {**self.values(), **dict.fromkeys(("parent", "options", "leaked"))}
+        values.pop("content_id", None)
+        return layout.canonical(values)
+
+    def with_content_id(self, samples: Mapping[str, str]) -> Self:
+        """Return the head with its `content_id`. samples: `ContentDigest.values`."""
+        of_head = self.values()
+        decisive = {name: of_head[name] for name in ("encodings", "policies", "buckets")}
+        null = {"key": self.null.key.hex(), "checksum": self.null.checksum.hex()}
+        content = {**decisive, "null": null, "samples": dict(samples)}
+        return replace(self, content_id=layout.content_digest(layout.canonical(content)))
 
     @cached_property
     def encodings_by_kind(self) -> Mapping[str, Encoding]:

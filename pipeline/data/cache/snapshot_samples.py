@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 
 from pipeline.data.cache import layout
 from pipeline.data.cache.codec import PLAIN
@@ -28,6 +29,8 @@ CHUNK_ROWS = 1 << 18
 _KEY = pa.binary(16)
 _PLACE = [("shard", pa.uint32()), ("offset", pa.uint64()), ("key", _KEY), ("checksum", _KEY)]
 _LENGTH = ("length", pa.uint64())
+_WHERE = ("shard", "offset", "length")
+"""Fields that say where the bytes of a record are."""
 WRITTEN = pa.struct([("offset", pa.uint64()), ("length", pa.uint32()), ("checksum", _KEY)])
 NAMES = pa.schema(
     [("sample_id", pa.uint64()), ("source", pa.string()), ("item", pa.string()), ("captions", pa.list_(WRITTEN))]
@@ -63,6 +66,41 @@ def write_chunk(files: Files | None, samples: pa.Table, names: pa.Table) -> Chun
     result alone."""
     put = partial(files.put_content, folder_of="tables", suffix="arrow", twice=True) if files else layout.content_digest
     return Chunk(samples.num_rows, put(to_ipc(samples)), put(to_ipc(names)))
+
+
+class ContentDigest:
+    """The digest of what training sees of samples, wherever their records lie: ids, keys and checksums of records, rows
+    and weights of captions, in the order of rows.
+
+    Each column has a digest of its own, so that the bounds of chunks decide nothing. Example: a cache whose shards were
+    packed, copied to a bucket, or written by eight workers has other `shard` and `offset` columns and the same digest.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, xxhash.xxh3_128] = {}
+
+    def add(self, samples: pa.Table) -> None:
+        """Take in the next rows, a table of `samples_schema`."""
+        for name, column in zip(samples.column_names, samples.columns, strict=True):
+            for chunk in column.chunks:
+                self._add(name, chunk)
+
+    def _add(self, name: str, values: pa.Array) -> None:
+        if pa.types.is_list(values.type):
+            self._add(f"{name}.count", values.value_lengths())
+            values = values.flatten()
+        if not pa.types.is_struct(values.type):
+            numbers = fixed(values) if values.type == _KEY else values.to_numpy(zero_copy_only=False)
+            state = self._columns.setdefault(name, xxhash.xxh3_128())
+            state.update(np.ascontiguousarray(numbers).tobytes())
+            return
+        for field in values.type:
+            if field.name not in _WHERE:
+                self._add(f"{name}.{field.name}", values.field(field.name))
+
+    def values(self) -> dict[str, str]:
+        """Column -> its digest in hex."""
+        return {name: state.hexdigest() for name, state in sorted(self._columns.items())}
 
 
 @dataclass(frozen=True, kw_only=True)

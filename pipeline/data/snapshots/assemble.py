@@ -20,8 +20,8 @@ from pipeline.data.cache.index import RecordIndex
 from pipeline.data.cache.keys import as_keys, of_halves, to_column
 from pipeline.data.cache.scratch import Scratch
 from pipeline.data.cache.snapshot_head import Bucket, BucketPart, Head, Policies, TextPlace
-from pipeline.data.cache.snapshot_lists import ChunkTable, ShardTable
-from pipeline.data.cache.snapshot_samples import CHUNK_ROWS, NAMES, WRITTEN, samples_schema, write_chunk
+from pipeline.data.cache.snapshot_lists import Chunk, ChunkTable, ShardTable
+from pipeline.data.cache.snapshot_samples import CHUNK_ROWS, NAMES, WRITTEN, ContentDigest, samples_schema, write_chunk
 from pipeline.data.images import buckets
 from pipeline.data.snapshots.frames import Frame, pieces
 from pipeline.data.snapshots.join import EncodedRecords, Joined
@@ -57,8 +57,16 @@ class Assembled:
     report: list[BucketReport]
 
     def written(self, files: Files | None) -> Head:
-        """The head with its chunks, which are written. files: None: the head alone."""
-        return replace(self.head, chunks=ChunkTable.of(write_chunk(files, *tables) for tables in self.chunks()))
+        """The head with its chunks, which are written, and its content id. files: None: the head alone."""
+        digest = ContentDigest()
+
+        def chunks() -> Iterator[Chunk]:
+            for samples, names in self.chunks():
+                digest.add(samples)
+                yield write_chunk(files, samples, names)
+
+        head = replace(self.head, chunks=ChunkTable.of(chunks()))
+        return head.with_content_id(digest.values())
 
 
 def assemble(

@@ -29,7 +29,15 @@ from pipeline.data.cache.shard import ShardReader
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.cache.snapshot_head import Bucket, BucketPart, Head, PackedOrder, TextPlace
 from pipeline.data.cache.snapshot_lists import Chunk, ChunkTable, ShardTable
-from pipeline.data.cache.snapshot_samples import CHUNK_ROWS, NAMES, Places, RecordPlace, samples_schema, write_chunk
+from pipeline.data.cache.snapshot_samples import (
+    CHUNK_ROWS,
+    NAMES,
+    ContentDigest,
+    Places,
+    RecordPlace,
+    samples_schema,
+    write_chunk,
+)
 from pipeline.data.loader.schedule import permute
 
 OVERHEAD = 1536
@@ -44,7 +52,7 @@ THREADS = 8
 
 def folder_of(snapshot: Snapshot, mib: int) -> str:
     """Folder of the plans, units and shards of a pack into shards of about `mib` MiB."""
-    return f"{layout.PACKED}{layout.digest('pack', snapshot.head.content, str(mib)).hex()}"
+    return f"{layout.PACKED}{layout.digest('pack', snapshot.head.without_history, str(mib)).hex()}"
 
 
 def planned(cache: Cache, snapshot: Snapshot, mib: int) -> WorkList:
@@ -134,6 +142,7 @@ class Packer:
         self._readers = {kind: snapshot.reader(kind, ranged=True) for kind in snapshot.pictures}
         self._texts = snapshot.reader(snapshot.caption.kind, ranged=True)
         self._blocks = _blocks(cache, plan)
+        self._shuffle = snapshot.head.content_id or plan.encoding  # equal packs of equal content, in any cache
 
     def make(self, plan: WorkList, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
         """`pack_unit`, as `work.engine` calls it. progress: called with (samples, 0)."""
@@ -172,7 +181,7 @@ class Packer:
         for run in _runs(self.snapshot.buckets, self._blocks):
             if run.first <= unit.start < run.first + run.samples:
                 places = np.arange(unit.start - run.first, unit.start - run.first + unit.count)
-                return run.first + permute(places, run.samples, "pack", self.plan.encoding, *run.key)
+                return run.first + permute(places, run.samples, "pack", self._shuffle, *run.key)
         raise IndexError(f"no bucket holds row {unit.start}")
 
     def _add_samples(self, writer: JointWriter, rows: list[int]) -> None:
@@ -223,7 +232,9 @@ def assembled(cache: Cache, snapshot: Snapshot, plan: WorkList) -> Head:
     null = index.record_table(cache.files, commits[-1]).to_pylist()[0]
     length = null["length"] if snapshot.caption.storage != PLAIN else None
     head, blocks = snapshot.head, _blocks(cache, plan)
-    return replace(
+    digest = ContentDigest()
+    chunks = ChunkTable.of(_chunks(cache, snapshot, commits[:-1], digest))
+    packed = replace(
         head,
         parent=snapshot.id,
         policies=replace(head.policies, packed=PackedOrder(WINDOW)),
@@ -231,17 +242,19 @@ def assembled(cache: Cache, snapshot: Snapshot, plan: WorkList) -> Head:
         folder=plan.encoding,
         shards={kind: of_text if kind == snapshot.caption.kind else of_pictures for kind in head.shards},
         null=TextPlace(shards[-1], null["offset"], null["rows"], null["valid"], null["key"], null["checksum"], length),
-        chunks=ChunkTable.of(_chunks(cache, snapshot, commits[:-1])),
+        chunks=chunks,
     )
+    return packed.with_content_id(digest.values())
 
 
-def _chunks(cache: Cache, snapshot: Snapshot, commits: list[index.Commit]) -> Iterator[Chunk]:
-    """Write the rows of all units, cut into chunks."""
+def _chunks(cache: Cache, snapshot: Snapshot, commits: list[index.Commit], digest: ContentDigest) -> Iterator[Chunk]:
+    """Write the rows of all units, cut into chunks. digest: takes them in."""
     schema = samples_schema(snapshot.head.encodings_by_kind.values())
     waiting: list[tuple[pa.Table, pa.Table]] = []
     rows = 0
     for number, commit in enumerate(commits):
         waiting.append(_placed(index.record_table(cache.files, commit), number, schema))
+        digest.add(waiting[-1][0])
         rows += waiting[-1][0].num_rows
         while rows >= CHUNK_ROWS or (rows and number == len(commits) - 1):
             samples, names = (pa.concat_tables(tables) for tables in zip(*waiting, strict=True))

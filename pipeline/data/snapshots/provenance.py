@@ -1,15 +1,17 @@
-"""The options that captions and pictures of a snapshot were read with, as the cache's scans remember them, and what
-differs between two snapshots in them."""
+"""How a snapshot was made: the rules in its head, the options that its captions and pictures were read with, as the
+cache's scans remember them, and what differs between two snapshots in them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.base.errors import CacheError
+from pipeline.base.errors import CacheError, escaped
 from pipeline.base.options import flat
 from pipeline.data.cache.cache import Cache
+from pipeline.data.cache.findings import bucket_command
 from pipeline.data.cache.layout import Paths
+from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.cache.snapshot_head import Head
 
 _PREFIX = "caption_prefix"
@@ -26,6 +28,52 @@ def read_options(cache: Cache, head: Head) -> dict[str, dict[str, Any]]:
                 read[source] = dict(scan.get("read", {}).get("used", {}))
                 break
     return read
+
+
+def described(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
+    """How a snapshot was made: `id`, `content`, `names`, `parent`, `samples`, `packed`, `options` of `bucket` and
+    `data` that were not the defaults, `policies`, `buckets`, `encodings`, `sources` (the digest of the scan, and the
+    options that its captions and pictures were read with), `left_out` (reason -> items), and `command`, which makes it
+    again."""
+    head, names = snapshot.head, cache.names_of(snapshot.id)
+    read = read_options(cache, head)
+    return {
+        "id": snapshot.id,
+        "content": head.content_id,
+        "names": names,
+        "parent": head.parent,
+        "samples": head.samples,
+        "packed": head.folder is not None,
+        "options": {section: dict(values) for section, values in (head.options or {}).items()},
+        "policies": head.policies.values(),
+        "buckets": [bucket.values() for bucket in head.buckets],
+        "encodings": {kind: encoding.name for kind, encoding in head.encodings_by_kind.items()},
+        "sources": {name: {"scan": scan, "read": read.get(name)} for name, scan in head.sources.items()},
+        "left_out": dict(head.left_out),
+        "command": bucket_command(next(iter(names), "NAME"), head),
+    }
+
+
+def lines(made: dict[str, Any]) -> Iterator[str]:
+    """What `described` returns, for people."""
+    named = f" ({', '.join(made['names'])})" if made["names"] else ""
+    yield f"snapshot {made['id']}{named}"
+    yield f"  content: {made['content'] or 'not known: an earlier version made it'}"
+    yield f"  parent: {made['parent'] or 'none'}"
+    yield f"  {made['samples']} samples in {len(made['buckets'])} buckets{', packed' if made['packed'] else ''}"
+    for name, source in made["sources"].items():
+        read = ", ".join(f"data.{option}: {value!r}" for option, value in flat(source["read"] or {}))
+        unknown = "the cache no longer has the scan" if source["read"] is None else "read with the defaults"
+        yield escaped(f"  source {name}: scan {source['scan']}, {read or unknown}")
+    for section, options in sorted(made["options"].items()):
+        yield from (escaped(f"  {section}.{option}: {value!r}") for option, value in flat(options))
+    for kind, encoding in made["encodings"].items():
+        yield f"  {kind}: encoding {encoding}"
+    if held_out := made["policies"].get("heldout"):
+        yield f"  held out: {held_out['share']:g} of the pictures; this is the side {held_out['side']}"
+    for reason, items in made["left_out"].items():
+        yield escaped(f"  left out: {items} items: {reason}")
+    yield f"  to make it again: {made['command']}"
 
 
 def prefixes(cache: Cache, head: Head) -> list[str]:

@@ -30,14 +30,15 @@ def publish(
     head = replace(made.assembled.head, options=inputs.options, leaked=made.leaked or None)
     assembled = replace(made.assembled, head=head)
     adopted_bytes = _adopt(made, inputs, dry_run)
-    before = snapshot_id = None
+    before = snapshot_id = written = None
     if dry_run:
         _check_shards(made, inputs)
         if name is not None and not move and cache.snapshot_of(name) is not None:
             cache.check_taken(assembled.written(None), name)
     else:
         before = cache.snapshot_of("latest")
-        snapshot_id = cache.add_snapshot(assembled.written(cache.files), name, latest=latest, move=move)
+        written = assembled.written(cache.files)
+        snapshot_id = cache.add_snapshot(written, name, latest=latest, move=move)
     sources, rows = made.joined.sources, made.assembled.report
     lists = [None if dry_run else cache.files.where(groups.write(cache.files)) for groups in made.duplicates]
     counts = np.zeros(len(sources), np.int64)
@@ -46,6 +47,7 @@ def publish(
     repeated = selection.repeated(made.joined, made.frame, inputs.records)
     return {
         "snapshot": snapshot_id,
+        "content": None if written is None else written.content_id,
         "unchanged": snapshot_id is not None and snapshot_id == before,
         "name": name,
         "samples": head.samples,

@@ -229,6 +229,7 @@ class SnapshotFigures:
     """
 
     id: str
+    content: str | None
     names: list[str]
     parent: str | None
     packed: bool
@@ -264,6 +265,7 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> SnapshotFigures:
     caption_keys = pc.struct_field(pc.list_flatten(samples.column("captions")), "key")
     return SnapshotFigures(
         id=snapshot.id,
+        content=head.content_id,
         names=_names(cache, snapshot.id),
         parent=head.parent,
         packed=snapshot.packed,
