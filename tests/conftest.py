@@ -43,10 +43,11 @@ NARROW = ("model.arch.num_attention_heads=4", "model.arch.num_cross_attention_he
 
 
 LONGEST = """
-    readme model_checking strategies dist_pipeline engines encode_faults memory_modes dist_training dist_optimizers
-    checkpoint_processes pack_objects gpu_kit seams controlnet_samples planning process_end elastic_faults planned_runs
-    objects nvlabs_numerics compiled optimizers round_chains rounds training export_sample encode activation
-    encode_sources training_pictures kernels controls_and_masks bucket hostile_pictures gc scan
+    readme recipes strategies dist_pipeline run dist_training seams model_checking readme_blocks config_heads engines
+    encode_faults memory_modes dist_optimizers checkpoint_processes pack_objects gpu_kit controlnet_samples planning
+    process_end elastic_faults planned_runs objects nvlabs_numerics compiled optimizers round_chains rounds training
+    export_sample encode activation encode_sources training_pictures stranger kernels controls_and_masks bucket
+    hostile_pictures gc scan
 """
 """Subjects of the files that take longest. They are begun first, so that no process waits for another at the end."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 from pathlib import Path
@@ -23,6 +24,10 @@ LORA, SCRATCH = "sana_1600m_1024_lora", "sana_600m_512_scratch"
 CONTROLNETS = {  # configuration: (card, seconds of a step, microbatch of the least memory, peaks in GiB)
     "controlnet_24gb": ("4090", 2.15, 1, (19.3, 17.3)),
     "controlnet_80gb": ("h100", 1.59, 8, (65.6, 20.1)),
+}
+CHOSEN = {  # what `auto` chooses there
+    "controlnet_24gb": {"microbatch": 2, "activation_checkpointing": "none", "parallel.reduce_each_microbatch": True},
+    "controlnet_80gb": {"microbatch": 22, "activation_checkpointing": "none", "parallel.reduce_each_microbatch": False},
 }
 GPUS = 8
 NVLABS = {  # configuration: (its name in NVlabs/Sana, lr, train_batch_size, num_warmup_steps)
@@ -234,11 +239,22 @@ def derived_controlnet(name: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONTROLNETS)
 def test_memory_and_time_of_a_controlnet_are_predicted(name: str) -> None:
+    """With the values of `CHOSEN`, so that nothing is searched."""
     card, seconds, _, peaks = CONTROLNETS[name]
-    gpu = ["--gpu", card]
-    chosen, least = planned(name, gpu, ()), planned(name, gpu, recomputed(name))
+    values = tuple(f"train.{option}={value}" for option, value in CHOSEN[name].items())
+    chosen, least = (planned(name, ["--gpu", card], settings) for settings in (values, recomputed(name)))
     assert (float(chosen[0]), float(least[0])) == peaks
     assert float(chosen[1]) == pytest.approx(seconds, rel=0.02)
+
+
+@pytest.mark.nightly  # nine and eleven traces; the search itself is the subject of tests/tools/test_planning.py
+@pytest.mark.parametrize("name", CONTROLNETS)
+def test_auto_chooses_for_a_controlnet_what_its_head_says(name: str) -> None:
+    result = CliRunner().invoke(cli, ["plan", "--config", name, "--gpu", CONTROLNETS[name][0], "--json"])
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert plan["decided"].items() <= CHOSEN[name].items()
+    assert round(plan["prediction"]["total"] / 2**30, 1) == CONTROLNETS[name][3][0]
 
 
 OTHERS = {LORA: derived_lora, SCRATCH: lambda name: []}

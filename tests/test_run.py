@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pipeline.base.processes import command, free_memory
 from pipeline.config import Config, dump, load_given, option_fields, reads
 from stages import run as stage
 from stages.run import STAGES
+from tests.support.forked import Forked, succeed
 from tests.support.launched import children
 from tests.support.runs import same_checkpoints
 from tests.support.waiting import until
@@ -274,7 +276,8 @@ def ended(process: subprocess.Popen[bytes], log: Path) -> str:
 def test_a_chain_that_is_killed_twice_ends_as_one_that_was_not(
     tmp_path: Path, photos: Path, make_config: Callable[..., Config]
 ) -> None:
-    """Killed with SIGKILL while it encodes and while it trains; each time started again at once."""
+    """Killed with SIGKILL while it encodes and while it trains; each time started again at once. The other is its
+    commands by themselves."""
     calm, killed = (prepared(tmp_path / name, make_config) for name in ("calm", "killed"))
     last = Path("run/checkpoints/step-00000030")
     for number, sign in enumerate(("captions: ", "saved "), 1):
@@ -288,7 +291,8 @@ def test_a_chain_that_is_killed_twice_ends_as_one_that_was_not(
     said = ended(begun(killed, photos, "log3"), killed / "log3")
     assert "continuing" in said or "resum" in said, said
     assert started(said) == list(STAGES)
-    ended(begun(calm, photos, "log"), calm / "log")
+    for words in (["encode", "--data", str(photos)], ["bucket"], ["train"]):
+        succeed([Forked(*words, before=partial(os.chdir, calm))], 300)
     assert same_checkpoints(calm / last, killed / last)
     assert (killed / "run/samples/contact_sheet.png").is_file() and (killed / "run/export/model_index.json").is_file()
 
@@ -297,7 +301,7 @@ def test_a_chain_that_is_killed_twice_ends_as_one_that_was_not(
     assert "nothing to do" in again and (killed / last).stat().st_mtime_ns == before
 
 
-@pytest.mark.fault
+@pytest.mark.nightly  # the signal: `test_signals_reach_the_command_and_end_the_chain`; what goes on: the test before
 @pytest.mark.timeout(1200)
 def test_ctrl_c_saves_and_the_same_command_goes_on(
     tmp_path: Path, photos: Path, make_config: Callable[..., Config]

@@ -16,8 +16,11 @@ from pipeline.train.parallel import mesh
 from tests.support.launched import found_by_size, run_worker
 from tests.support.workers import pipelines
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 ROWS = [(world, name) for world, cases in pipelines.CASES.items() for name in cases]
+
+
+def dist(test: Any) -> Any:
+    return pytest.mark.dist(pytest.mark.timeout(900)(test))
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,7 @@ def results(folder: Path) -> dict[int, dict[str, Any]]:
     return found_by_size(folder, (1, *pipelines.CASES))
 
 
+@dist
 @pytest.mark.parametrize(("world", "name"), ROWS)
 def test_parity(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
     """Of two steps of different shapes, one after the other, and of the losses of a run that changes shapes."""
@@ -48,6 +52,16 @@ def test_parity(results: dict[int, dict[str, Any]], world: int, name: str) -> No
     assert row["losses"] <= 1e-5
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_parity_with_twenty_steps_in_all_variants(tmp_path: Path) -> None:
+    run_worker("pipelines", tmp_path, "--long", timeout_s=3500)
+    results = found_by_size(tmp_path, pipelines.CASES)
+    for world, name in ROWS:
+        test_parity(results, world, name)
+
+
+@dist
 @pytest.mark.parametrize(("world", "name"), ROWS)
 def test_the_wrapping_is_really_there(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
     settings = pipelines.settings_of(pipelines.CASES[world][name])
@@ -70,6 +84,7 @@ def test_the_wrapping_is_really_there(results: dict[int, dict[str, Any]], world:
         assert part["dims"] == ([data, f"{data}/tp".strip("/")] if layout.tp > 1 else [data])
 
 
+@dist
 @pytest.mark.parametrize("chain", ["pp, then one", "one, then pp", "pp x fsdp2, then one", "one, then pp x fsdp2"])
 def test_a_run_changes_its_stages(results: dict[int, dict[str, Any]], chain: str) -> None:
     row = results[1][chain]
@@ -79,6 +94,7 @@ def test_a_run_changes_its_stages(results: dict[int, dict[str, Any]], chain: str
     assert row["files"] == {"one, then pp": 2, "one, then pp x fsdp2": 4}.get(chain, 1), "all processes wrote"
 
 
+@dist
 def test_a_bad_number_is_reported_by_every_process(results: dict[int, dict[str, Any]]) -> None:
     """Only the last stage computes losses."""
     first, second = results[2]["said"]
@@ -87,10 +103,12 @@ def test_a_bad_number_is_reported_by_every_process(results: dict[int, dict[str, 
     assert f"such a loss: {1006:016x}\n" in first, "named once"
 
 
+@dist
 def test_nobody_waits_longer_than_the_timeout(results: dict[int, dict[str, Any]]) -> None:
     """In a pipeline that is not all processes of the launch, and so has groups of its own."""
     assert pipelines.STALL - 1 <= results[4]["gave up after"] <= 3 * pipelines.STALL
 
 
+@dist
 def test_one_schedule_for_two_shapes_would_be_noticed(folder: Path) -> None:
     assert "ended with" in (folder / "another-shape.txt").read_text()

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ import pytest
 from pipeline.train.training import checkpoint, metrics
 from tests.support.checkpoints import load_model_state
 from tests.support.forked import ranks, succeed
-from tests.support.launched import ROOT, ended_with_the_test, found, torchrun, until_begun
+from tests.support.launched import ended_with_the_test, found, torchrun, until_begun
 from tests.support.workers import failing_run, tiny_run
 
 pytestmark = pytest.mark.dist
@@ -135,28 +132,14 @@ def test_a_mistake_is_printed_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "code"), [("user", 2), ("defect", 1)])
 def test_an_error_of_one_process_is_printed_once_and_ends_the_others_soon(tmp_path: Path, kind: str, code: int) -> None:
     """Without a launcher that would end them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "tests.support.workers.failing_run", str(tmp_path / "run"), kind]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**tiny_run.environ(), **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=ROOT,
-            text=True,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(3)
-    ]
-    errors = [""] * 3
-    errors[2] = processes[2].communicate(timeout=120)[1]
+    processes = ranks(3, str(tmp_path / "run"), kind, worker="failing_run")
+    processes[2].wait(120)
     failed = time.monotonic()
-    for rank in range(2):
-        errors[rank] = processes[rank].communicate(timeout=60)[1]
+    for process in processes[:2]:
+        process.wait(60)
     assert time.monotonic() - failed < 30
-    assert [process.returncode for process in processes] == [1, 1, code], errors
+    errors = [process.output() for process in processes]
+    assert [process.poll() for process in processes] == [1, 1, code], errors
     assert [text.count(failing_run.MESSAGE) for text in errors] == [0, 0, 1], errors
     assert ("Traceback" in errors[2]) == (kind == "defect")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from pipeline.base.errors import UserError
 from pipeline.base.launch import detect
-from pipeline.base.processes import run_and_exit
 from pipeline.cli import main as command_line
 from pipeline.data.loader.loader import Batch
 from pipeline.train.parallel.parallelize import Microbatch
@@ -33,6 +32,6 @@ def run(*args: object, **options: object) -> None:
     fit(settings.train, tiny_run.task(settings, launch.rank, launch.world), launch, log=lambda line: None)
 
 
-if __name__ == "__main__":
+def main() -> None:
     stage.run = run  # type: ignore[assignment]
-    run_and_exit(lambda: command_line(["train"]))
+    command_line(["train"])

@@ -1,4 +1,4 @@
-"""Pipelines against one process: python -m tests.support.workers.pipelines FOLDER [WORLD ...].
+"""Pipelines against one process: python -m tests.support.workers.pipelines FOLDER [--long] [WORLD ...].
 
 As `tests.support.workers.strategies`: imports once, forks the processes of each launch, writes FOLDER/found-WORLD.json.
 """
@@ -32,7 +32,7 @@ from tests.support.checkpoints import load_model_state
 from tests.support.workers import strategies, tiny_run
 
 CPU = torch.device("cpu")
-STEPS, LAYERS = 20, 5  # a case may have fewer steps
+STEPS, LAYERS = 20, 5  # a case may have fewer steps, but for `--long`
 SEED = 2
 """Of start values whose linear attention has no denominators close to zero: those turn a different order of summation
 into 1e-5 of the loss and more within twenty steps, in one process, too (with the norm, seeds 0 and 10 of 0 to 11)."""
@@ -51,7 +51,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "two": {"parallel": pp()},
         "recomputed": {"parallel": pp(), **RECOMPUTED, **SHORT},
         "norm": {"parallel": pp(), "arch": "norm", **SHORT},
-        "bf16": {"parallel": pp(), "precision": "bf16"},
+        "bf16": {"parallel": pp(), "precision": "bf16", **SHORT},
         "every-2": {"parallel": pp(), "activation_checkpointing": "every-2", **SHORT},
     },
     4: {
@@ -63,9 +63,9 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             "microbatch": 1,
             **SHORT,
         },
-        "x FSDP2, bf16": {"parallel": pp(dp_shard=2), "precision": "bf16"},
+        "x FSDP2, bf16": {"parallel": pp(dp_shard=2), "precision": "bf16", **SHORT},
         "x DDP": {"parallel": pp(dp_replicate=2), **SHORT},
-        "x TP, norm": {"parallel": pp(tp_size=2), "arch": "norm"},
+        "x TP, norm": {"parallel": pp(tp_size=2), "arch": "norm", **SHORT},
     },
     8: {"x FSDP2 x TP": {"parallel": pp(dp_shard=2, tp_size=2)}},
 }
@@ -126,7 +126,7 @@ def parity(launch: Launch, folder: Path, case: dict[str, Any]) -> dict[str, Any]
             found["gradient"].append(tiny_run.distance(whole(collectives.all_gather_objects(mine[2])), gradients))
         found["wrapping"], found["tokens"] = collectives.all_gather_objects(wrapping(parallel_model)), sorted(tokens)
         parallel_model = parallelize(start(settings), group, settings.train)
-        steps = case.get("steps", STEPS)
+        steps = STEPS if "--long" in sys.argv else case.get("steps", STEPS)
         losses = tiny_run.train_losses(
             parallel_model, settings, steps, layout.data_rank(launch.rank), layout.data_world
         )
@@ -292,7 +292,8 @@ def after(folder: Path) -> None:
 
 
 def main() -> None:
-    folder, worlds = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]] or list(CASES)
+    folder, words = Path(sys.argv[1]), sys.argv[2:]
+    worlds = [int(word) for word in words if word != "--long"] or list(CASES)
     torch.set_num_threads(1)
     strategies.launches(1, folder, lambda launch: before(folder))
     for world in worlds:

@@ -49,12 +49,12 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             **SHORT,
         },
         "TP, norm": {"parallel": TP, "arch": "norm", **SHORT},
-        "TP, bf16": {"parallel": TP, "precision": "bf16", "arch": "two heads of 32"},
-        "DDP, bf16": {"parallel": DDP, "precision": "bf16", "arch": "two heads of 32"},
+        "TP, bf16": {"parallel": TP, "precision": "bf16", "arch": "two heads of 32", **SHORT},
+        "DDP, bf16": {"parallel": DDP, "precision": "bf16", "arch": "two heads of 32", **SHORT},
         "FSDP2, recomputed, compiled": {"parallel": FSDP2, "activation_checkpointing": "full", **COMPILED, **SHORT},
         "TP, compiled": {"parallel": TP, **COMPILED, **SHORT},
         "FSDP2, packed": {"parallel": FSDP2, "text": "packed", **SHORT},
-        "FSDP2, fp16": {"parallel": FSDP2, "precision": "fp16", "arch": "heads of 32"},
+        "FSDP2, fp16": {"parallel": FSDP2, "precision": "fp16", "arch": "heads of 32", **SHORT},
         "FSDP2, selective, norm": {
             "parallel": FSDP2,
             "arch": "norm",
@@ -237,7 +237,8 @@ def compare(launch: Launch, folder: Path, long: bool) -> None:
             parallel_model = parallelize(tiny_run.model(settings), group, settings.train)
             what, tokens = wrapping(parallel_model), tokens_of(parallel_model)
             loss, norm, mine = tiny_run.gradients(parallel_model, settings, pieces(settings, here))
-            parallel_model = parallelize(tiny_run.model(settings), group, settings.train)
+            if settings.train.compile == "none":  # else compiled once: these gradients were not applied
+                parallel_model = parallelize(tiny_run.model(settings), group, settings.train)
             steps = STEPS if long else case.get("steps", STEPS)
             losses = tiny_run.train_losses(
                 parallel_model, settings, steps, layout.data_rank(here.rank), layout.data_world
