@@ -543,7 +543,7 @@ def whole(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_section_is_on_the_page(made: Made, whole: Path) -> None:
     page = checked(whole)
-    absent = ("pictures", "adapter", "further", "visits", "alike", "gallery", "trained-on", "earlier")
+    absent = ("pictures", "adapter", "controls-and-masks", "visits", "alike", "gallery", "trained-on", "earlier")
     names = [section.id for section in SECTIONS if section.id not in absent]
     assert page.sections == [*names, "missing"]
     assert page.sections[0] == "progress", "before all data"

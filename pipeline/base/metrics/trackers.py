@@ -4,7 +4,7 @@
 tracker that fails (no network, no login) is reported and dropped, and the work continues.
 Price: a service shows each resumed attempt as a separate run; TensorBoard drops repeated steps.
 TensorBoard reads `tensorboard --logdir RUN`. The services have the project `sana-pipe` and the run directory's name.
-Pictures come from the process that decodes them: TensorBoard shows them next to the metrics, a service as a further
+Pictures come from the process that decodes them: TensorBoard shows them next to the metrics, a service as another
 run.
 """
 

@@ -1,4 +1,4 @@
-"""Which sample of a snapshot a user means.
+"""Find the sample of a snapshot that a user means.
 
 `find` resolves what is at hand: a sample id (`samples.jsonl`, messages of `train`), an item's name, the key of the
 latent (the member's name in its shard), or the beginning of one of them.

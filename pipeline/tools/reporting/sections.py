@@ -16,6 +16,7 @@ from pipeline.base.amounts import amount
 from pipeline.tools.reporting import run_plots
 from pipeline.tools.reporting.adapter_figures import AdapterProblem
 from pipeline.tools.reporting.blocks import Block, Card, Column, Heading, Table, count, number, share, size
+from pipeline.tools.reporting.controls_and_masks import ControlOrMask
 from pipeline.tools.reporting.curves import column, divided, held_out, labels, length, line, marks
 from pipeline.tools.reporting.data_figures import (
     BucketFigures,
@@ -27,7 +28,6 @@ from pipeline.tools.reporting.data_figures import (
     SnapshotFigures,
 )
 from pipeline.tools.reporting.figures import Figures
-from pipeline.tools.reporting.further_figures import FurtherKind
 from pipeline.tools.reporting.plots import bar_plot, column_plot, line_plot
 from pipeline.tools.reporting.progress import progress
 from pipeline.tools.reporting.run_figures import DifferingOption, PartFigures, RunFigures, ValidationFigures
@@ -130,19 +130,19 @@ def _crop(data: SnapshotFigures) -> Iterator[Block]:
     yield column_plot(title, edges, crop.samples, "area removed, %", "samples")
 
 
-def _further(data: SnapshotFigures) -> Iterator[Block]:
-    if (further := data.further) is None:
+def _controls_and_masks(data: SnapshotFigures) -> Iterator[Block]:
+    if (figures := data.controls_and_masks) is None:
         return
-    columns: list[Column[FurtherKind]] = [
+    columns: list[Column[ControlOrMask]] = [
         Column("", lambda kind: kind.kind),
         Column("samples that have one", lambda kind: kind.samples, count),
         Column("blank, since there is none", lambda kind: kind.blank, count),
         Column("made from the picture by", lambda kind: kind.made),
     ]
-    yield Table(columns, further.kinds)
-    if (learned := further.learned) is not None:
+    yield Table(columns, figures.kinds)
+    if (learned := figures.learned) is not None:
         yield f"On average {learned.mean:.1%} of a picture is learned, by {learned.read:,} masks."
-    for example in further.examples:
+    for example in figures.examples:
         if example.pictures is not None:
             note = f"{example.source}, {example.height}x{example.width}"
             yield Card(example.pictures, example.item, note)
@@ -492,7 +492,7 @@ SECTIONS = (
     Section("new", "New samples against old ones", blocks=of_snapshot(_new_samples)),
     Section("buckets", "Buckets", blocks=of_snapshot(_buckets)),
     Section("crop", "Crop loss", blocks=of_snapshot(_crop)),
-    Section("further", "Control pictures and masks", blocks=of_snapshot(_further)),
+    Section("controls-and-masks", "Control pictures and masks", blocks=of_snapshot(_controls_and_masks)),
     Section("sources", "Sources", blocks=[_sources]),
     Section("captions", "Caption lengths", blocks=of_snapshot(_captions)),
     Section("duplicates", "Duplicates", blocks=of_snapshot(_duplicates)),
