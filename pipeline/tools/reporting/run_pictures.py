@@ -112,7 +112,8 @@ class Drawing:
             raise UserError(f"{self.path}: cannot be read as safetensors: {error}", fix="remove it") from None
         odd = [f"{name}: {tuple(each.shape)}" for name, each in latents.items() if each.ndim != 3]
         if odd:
-            raise UserError(f"{self.path}: holds no latents", expected="(C, h, w)", found=", ".join(odd))
+            what, expected = f"{self.path}: holds tensors that are not latents", "tensors of shape (C, h, w)"
+            raise UserError(what, expected=expected, found=", ".join(odd), fix="remove it")
         return latents
 
     def pictures(self) -> dict[str, Path | None] | None:
@@ -242,7 +243,7 @@ class Watcher:
         """
         if once and not files(self.run):
             what = "has no drawings" if self.run.is_dir() else "there is no such run directory"
-            fix = "--watch RUN, as train.output names it; a training draws with --set train.pictures={}"
+            fix = "--watch RUN, as train.output names it; a training draws with --set 'train.pictures={}'"
             raise UserError(f"{self.run}: {what}", fix=fix)
         stop = threading.Event()
 
@@ -255,7 +256,7 @@ class Watcher:
             made = self.decode_new(stop)
             if not made and not once:
                 absent = "" if self.run.is_dir() else ", which does not exist yet"
-                self.log(f"waiting for drawings in {self.run}{absent}; Ctrl-C ends")
+                self.log(f"waiting for drawings in {self.run}{absent}; press Ctrl-C to stop")
             while not once and not stop.wait(poll_s):
                 self.decode_new(stop)
         if stop.is_set():
@@ -264,10 +265,10 @@ class Watcher:
             raise UserError(
                 f"{len(self.failed)} files of drawn latents could not be decoded",
                 found="; ".join(self.failed.values()),
-                fix="remove them; a resumed training draws again",
+                fix="remove them; a resumed training draws them again",
             )
         elif not made:
-            self.log(f"{self.run}: nothing to decode")
+            self.log(f"{self.run}: all drawings are decoded already")
 
     def decode_new(self, stop: threading.Event) -> int:
         """Decode every new file; returns how many."""
@@ -350,7 +351,7 @@ class Watcher:
             raise ConfigError(
                 f"{drawing.path}: was drawn for the latents of another VAE (drawn | configured)",
                 found="; ".join(differences),
-                fix="--config FILE, that of the training; a faster decoder of the same latents is vae.decoder",
+                fix="give the configuration of the training: --config FILE (vae.decoder may name a faster decoder)",
             )
 
 

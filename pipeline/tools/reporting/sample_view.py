@@ -77,7 +77,7 @@ def _record(record: SampleRecord) -> str:
 
 
 def _caption(caption: SampleCaption) -> str:
-    cut = " (cut there, or just fits)" if caption.at_max_length else ""
+    cut = " (it was cut, or just fits)" if caption.at_max_length else ""
     tokens = f"{caption.tokens} of {caption.max_length} tokens{cut}"
     return f"{tokens}, weight {caption.weight:g}; {_place(caption.place)}"
 
