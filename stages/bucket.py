@@ -27,7 +27,7 @@ from pipeline.data.snapshots.publishing import publish
 from pipeline.data.sources import reject_kinds
 from pipeline.data.work.progress import Progress
 from pipeline.tools.locations import cache_location
-from pipeline.tools.reporting.further_figures import mask_notes
+from pipeline.tools.reporting.controls_and_masks import mask_notes
 
 MANY = 200_000
 """Samples from which on the progress of a comparison is shown."""

@@ -67,7 +67,8 @@ def run(out: Path, quick: bool = False) -> int:
         start = time.monotonic()
         code = subprocess.run(command("--quiet", *arguments), cwd=out, check=False).returncode
         if code:
-            print(f"the demonstration stopped: {shown(*arguments)} ended with {code}", flush=True)
+            ended = f"ended with exit code {code}" if code > 0 else f"was ended by signal {-code}"
+            print(f"the demonstration stopped: {shown(*arguments)} {ended}", flush=True)
             return code if code > 0 else 128 - code
         print(f"  ({time.monotonic() - start:.0f} s)", flush=True)
     print(f"\nthe demonstration took {time.monotonic() - began:.0f} s; the exported pipeline is in {out / 'export'}")
@@ -122,7 +123,11 @@ def _claim(out: Path, quick: bool) -> None:
         marked = json.loads(mark.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out} exists and is not a demonstration's folder", fix="give another --out") from None
+            raise UserError(
+                f"{out}: exists and is not the folder of a demonstration",
+                expected="a new or empty folder, or that of an earlier demonstration",
+                fix="give another --out",
+            ) from None
         out.mkdir(parents=True, exist_ok=True)
         with replacing(mark) as work:
             work.write_text(json.dumps(options) + "\n", encoding="utf-8")
@@ -131,9 +136,9 @@ def _claim(out: Path, quick: bool) -> None:
         raise UserError(f"{mark}: cannot be read: {error}", fix="remove the folder, or give another --out") from None
     if marked != options:
         raise UserError(
-            f"{out} holds a demonstration with other options",
-            expected=options,
-            found=marked,
+            f"{out}: is the folder of a demonstration with other options",
+            expected=json.dumps(options),
+            found=json.dumps(marked),
             fix="give another --out",
         )
 

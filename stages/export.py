@@ -16,7 +16,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +139,9 @@ def run(
             run = folder.resolve().parents[1]
             stem = re.sub(r"[^\w.-]+", "_", run.name) + ending
             adapter.save(form, weights, work, DTYPES[dtype], _header(config, adapter, document, stem), stem)
-            pictures = copy_pictures(run, document.state.step, work)
-            pictures["before"] = first_drawing(document)
+            pictures = asdict(copy_pictures(run, document.state.step, work))
             about |= {"form": form, "adapter": adapter, "file": f"{stem}.safetensors", **_base(config), **pictures}
+            about["before"] = first_drawing(document)
             text = readme(adapter.readme, described(config, architecture), **about)
         else:
             architecture.save(weights, work / "transformer", DTYPES[dtype])

@@ -39,5 +39,7 @@ def _lines(figures: Figures) -> Iterator[str]:
         if lines := [line for block in section.blocks_of(figures) if block for line in plain(block)]:
             yield f"{section.title}:"
             yield from (f"  {escaped(line)}" for line in lines)
-    for name, entry in figures.missing.items():
-        yield escaped(f"no {name}: {entry.what}; {entry.command}")
+    if figures.missing:
+        titles = {section.id: section.title for section in SECTIONS}
+        yield "Missing:"
+        yield from (escaped(f"  {titles[name]}: {each.what}; {each.command}") for name, each in figures.missing.items())

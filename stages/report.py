@@ -83,8 +83,8 @@ def finish(config: Config, run: Path, file: str) -> int:
     decoding = ("sample", "--watch", str(run), "--once", "--config", file)
     code, stopped_by = processes.call(processes.command("--quiet", *decoding), send=signal.SIGTERM)
     if code or stopped_by is not None:
-        reason = "see above" if stopped_by is None else stopped_by.name
-        click.echo(f"note: pictures were not decoded, {reason}; later: {processes.shown(*decoding)}")
+        reason = "see above" if stopped_by is None else f"stopped by {stopped_by.name}"
+        click.echo(f"note: the pictures were not decoded ({reason}); to decode them: {processes.shown(*decoding)}")
     try:
         out = run / PAGE
         page.check_out(out)
@@ -93,7 +93,8 @@ def finish(config: Config, run: Path, file: str) -> int:
     except Exception as error:
         known = shown(error)
         reason = known.line if isinstance(known, UserError) else repr(error)
-        click.echo(f"note: no report was written: {reason}; later: {processes.shown('report', '--run', str(run))}")
+        again = processes.shown("report", "--run", str(run))
+        click.echo(f"note: no report was written: {reason}; to write it: {again}")
     return processes.INTERRUPTED if stopped_by == signal.SIGINT else 0
 
 
@@ -102,7 +103,7 @@ def _nothing(missing: dict[str, Missing]) -> UserError:
         "there is nothing to report on",
         expected="a snapshot in the cache, or a run directory",
         found="; ".join(missing[section].what for section in ("snapshot", "run")),
-        fix=f"{missing['snapshot'].command}; or name what is elsewhere: --set cache=DIR, --run DIR",
+        fix=f"{missing['snapshot'].command}; or say where they are: --set cache=DIR, --run DIR",
     )
 
 

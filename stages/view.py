@@ -13,7 +13,7 @@ from pipeline.config import Config
 from pipeline.tools import outputs
 from pipeline.tools.locations import cache_location
 from pipeline.tools.reporting import sample_view
-from pipeline.tools.reporting.further_figures import further_encodings
+from pipeline.tools.reporting.controls_and_masks import control_and_mask_encodings
 from pipeline.tools.reporting.json_values import json_values
 from pipeline.tools.reporting.sample_figures import near_figures, picture_records, sample_figures
 from pipeline.tools.reporting.sample_names import find
@@ -54,7 +54,7 @@ def run(
     sample = replace(sample, readable=photos.data(sample.source, sample.item) is not None)
     if out is not None:
         outputs.check(config, out)
-        images = sample_view.pictures(photos, sample, picture_records(opened, row), further_encodings(opened))
+        images = sample_view.pictures(photos, sample, picture_records(opened, row), control_and_mask_encodings(opened))
         sample_view.write_page(sample, images, out)
     if as_json:
         click.echo(json.dumps(json_values(sample)))

@@ -44,7 +44,7 @@ from pipeline.data.signals import Encoders
 from pipeline.data.signals.control import ControlEncoding
 from pipeline.data.signals.mask import MaskEncoding
 from pipeline.tools.reporting import sample_view
-from pipeline.tools.reporting.further_figures import FurtherKind, further_figures
+from pipeline.tools.reporting.controls_and_masks import ControlOrMask, controls_and_masks
 from pipeline.tools.reporting.source_pictures import SourcePictures
 from tests.support.constants import constants, unit_sizes
 from tests.support.loading import loader_settings
@@ -352,7 +352,7 @@ def test_a_sample_may_lack_a_picture_that_is_not_required(
     assert capsys.readouterr().out.count("1 samples have no control picture") == 1, "also with nothing to do"
     stages.bucket.run(config)
     assert (from_bits(values(config, "mask")["00.png"]) == 1).all()
-    figures = further_figures(Cache(config.cache).open_snapshot())
+    figures = controls_and_masks(Cache(config.cache).open_snapshot())
     assert figures is not None and {each.kind: each.blank for each in figures.kinds} == {
         "control": 1,
         "mask": 2,
@@ -360,7 +360,7 @@ def test_a_sample_may_lack_a_picture_that_is_not_required(
     photos = SourcePictures(config.data, Cache(config.cache))
     [source] = Cache(config.cache).sources()
     encoding = Cache(config.cache).open_snapshot().encoding(MaskEncoding)
-    white, black = (photos.further(source, "00.png", each, (64, 64)) for each in (encoding, ControlEncoding()))
+    white, black = (photos.control_or_mask(source, "00.png", each, (64, 64)) for each in (encoding, ControlEncoding()))
     assert white is not None and black is not None
     assert white.getextrema() == ((255, 255),) * 3 and black.getextrema() == ((0, 0),) * 3
     vae, snapshot = LatentEncoder.load(config.vae, torch.device("cpu")), Cache(config.cache).open_snapshot()
@@ -628,9 +628,9 @@ def test_the_report_counts_and_shows_controls_and_masks(
     stages.bucket.run(config)
     assert f"{len(SIDES)} samples with control, mask, " in capsys.readouterr().out
     snapshot = Cache(config.cache).open_snapshot()
-    figures = further_figures(snapshot)
+    figures = controls_and_masks(snapshot)
     assert figures is not None
-    assert figures.kinds == [FurtherKind(kind, len(SIDES), 0, "") for kind in ("control", "mask")]
+    assert figures.kinds == [ControlOrMask(kind, len(SIDES), 0, "") for kind in ("control", "mask")]
     means = [float(from_bits(mask).float().mean()) for mask in values(config, "mask").values()]
     assert figures.learned is not None and figures.learned.read == len(SIDES)
     assert figures.learned.mean == pytest.approx(np.mean(means), abs=1e-6)
@@ -641,13 +641,13 @@ def test_the_report_counts_and_shows_controls_and_masks(
     assert not alts(tmp_path / "page.html") and "Control pictures and masks" in (tmp_path / "page.html").read_text()
     row, photos = snapshot.source_item(0), SourcePictures(config.data, Cache(config.cache))
     encoding, bucket = snapshot.encoding(ControlEncoding), snapshot.buckets[0]
-    control = photos.further(*row, encoding, (bucket.height, bucket.width))
+    control = photos.control_or_mask(*row, encoding, (bucket.height, bucket.width))
     expected = samples.controls[samples.names.index(Path(row[1]).stem)]
     assert (np.asarray(control) == encoding.pixels(expected, (bucket.height, bucket.width), 10**9)).all()
 
     for path in Path(config.cache).glob("shards/mask-*/*/*.tar"):
         path.unlink()
-    damaged = further_figures(Cache(config.cache).open_snapshot())
+    damaged = controls_and_masks(Cache(config.cache).open_snapshot())
     assert damaged is not None and damaged.learned is None and damaged.kinds == figures.kinds
 
 

@@ -62,7 +62,7 @@ def paint(path: Path, *, shade: int = 0, missing: Sequence[str] = ()) -> None:
     """What the watcher writes for a drawing, with plain pictures: red is `shade`, green the number of the prompt."""
     drawing = Drawing.read(path)
     drawing.folder.mkdir()
-    names = [f"{number:04d}" for number in range(len(drawing.facts["prompts"]))]
+    names = [f"{number:04d}" for number in range(len(drawing.facts.prompts))]
     for number, name in enumerate(names):
         if name not in missing:
             Image.new("RGB", (48, 32), (shade, 40 * number, 200)).save(drawing.folder / f"{name}.png")

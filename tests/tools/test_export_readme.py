@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ def written(run: Path, folder: Path, step: int, *overrides: str) -> str:
         place="owner/base",
         weights="last weights",
         state=SimpleNamespace(step=step, snapshot="0" * 32, seed=3),
-        **copy_pictures(run, step, folder),
+        **asdict(copy_pictures(run, step, folder)),
         before="base",
     )
 
@@ -82,7 +82,7 @@ def test_a_controlnet_shows_the_control_next_to_its_pictures(tmp_path: Path) -> 
     made = copy_pictures(tmp_path / "run", 100, tmp_path / "export")
     files = sorted(path.name for path in (tmp_path / "export/pictures").iterdir())
     assert files == sorted(f"{number}-{kind}.png" for number in (0, 1) for kind in ("adapter", "base", "control"))
-    assert made["controls"] and all(name in str(made["pictures"]) for name in files)
+    assert made.controls and all(name in str(made.pictures) for name in files)
 
 
 def test_without_a_drawing_of_the_base_it_says_how_to_get_pictures(tmp_path: Path) -> None:

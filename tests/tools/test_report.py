@@ -406,7 +406,9 @@ def test_inspect_prints_the_same_numbers(made: Made, capsys: pytest.CaptureFixtu
     assert "Snapshot:" in lines and any(line.startswith("  8 samples in ") for line in lines)
     heads, values = (lines[lines.index("Run:") + place].split() for place in (2, 3))
     assert (heads[:2], values[:2]) == (["part", "steps"], ["run", "3"])
-    assert any(line.startswith("no validation: ") and "sana-pipe" in line for line in lines)
+    assert any(
+        line.startswith("  Held-out loss: ") and "sana-pipe" in line for line in lines[lines.index("Missing:") :]
+    )
 
 
 def test_foreign_text_commands_no_terminal(
@@ -543,7 +545,7 @@ def whole(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_section_is_on_the_page(made: Made, whole: Path) -> None:
     page = checked(whole)
-    absent = ("pictures", "adapter", "further", "visits", "alike", "gallery", "trained-on", "earlier")
+    absent = ("pictures", "adapter", "controls-and-masks", "visits", "alike", "gallery", "trained-on", "earlier")
     names = [section.id for section in SECTIONS if section.id not in absent]
     assert page.sections == [*names, "missing"]
     assert page.sections[0] == "progress", "before all data"
@@ -561,7 +563,7 @@ def test_the_page_shows_the_numbers_of_the_snapshot_and_the_journal(made: Made, 
     assert f"{data['crop']['mean']:.1%} of a picture's area" in shown
     assert f"{data['captions']['mean_tokens']:.1f} tokens on average" in shown
     assert "1 new samples, 7 old ones" in shown
-    assert "predicted in all 5.0 GiB" in shown and "7.5 GiB" in shown
+    assert "predicted in total 5.0 GiB" in shown and "7.5 GiB" in shown
     assert "loss of the last row 0.3333 0.3333" in shown and "summary: validation.new 0.25 0.25" in shown
     assert "held-out loss, last 0.6667 1.667" in shown
     assert "Held-out loss by age" in shown and "old samples" in shown and "new samples (" not in shown
@@ -659,7 +661,8 @@ def test_pictures_over_time_of_each_prompt_and_run(made: Made, run_copy: Path, t
     assert [abs(red(frame[3]) - shade) < 20 for frame, shade in zip(second, (50, 150, 250))] == [True] * 3
     assert red(of_other[0][3]) < 20
     assert (
-        "run: 3 steps, drawn with the EMA" in page.shown and "other: 1 steps, drawn with the last weights" in page.shown
+        "run: pictures of 3 steps, drawn with the EMA" in page.shown
+        and "other: pictures of 1 step, drawn with the last weights" in page.shown
     )
     assert page.shown.count(drawings.PROMPTS[0]) == 1 and foreign in page.shown
     assert f"1 of 2 drawings of {other} are not decoded: sana-pipe sample --watch {other} --once" in page.shown
@@ -817,7 +820,7 @@ def test_after_a_training_pictures_are_decoded_apart_and_the_page_is_of_the_run(
     assert report.finish(made.config, folder, "mine.yaml") == 0
     assert started[0][-6:] == ["sample", "--watch", str(folder), "--once", "--config", "mine.yaml"]
     printed = capsys.readouterr().out
-    assert (f"later: sana-pipe sample --watch {folder} --once" in printed) == (code != 0)
+    assert (f"sana-pipe sample --watch {folder} --once" in printed) == (code != 0)
     assert (folder / "report.html").as_uri() in printed
     page = checked(folder / "report.html")
     assert "run" in page.sections and "buckets" not in page.sections
@@ -931,11 +934,11 @@ def test_the_crop_is_the_part_that_the_loss_leaves(made: Made, capsys: pytest.Ca
     ("text", "named"),
     [
         ("4.pngg", "4.png"),
-        ("photos: 4.pngg", "near: 4.png"),
-        ("photos:4.png", "near: 4.png"),
-        ("zzz", "near: "),
-        ("", "near: "),
-        ("99999999999999999999999", "near: "),
+        ("photos: 4.pngg", "names are 4.png"),
+        ("photos:4.png", "names are 4.png"),
+        ("zzz", "nearest names"),
+        ("", "nearest names"),
+        ("99999999999999999999999", "nearest names"),
         ("small.png", "data.min_side"),
         ("broken.png", "source 'photos' has it"),
     ],

@@ -23,7 +23,7 @@ from pipeline.base.errors import ConfigError, UserError
 from pipeline.config import Config
 from pipeline.data.cache import prompts
 from pipeline.data.cache.cache import Cache
-from pipeline.tools.reporting import draw_latents, encoder_process, further_figures
+from pipeline.tools.reporting import controls_and_masks, draw_latents, encoder_process
 from pipeline.tools.reporting.draw_latents import SnapshotTensors
 from pipeline.train.models.adapters import adapter_from
 from pipeline.train.training import checkpoint
@@ -200,7 +200,7 @@ def test_the_report_has_the_control_next_to_the_result(drawing: Path, make_confi
     ]
     stages.report.run(config, tmp_path / "report.html", run=run)
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<figcaption>control</figcaption>") == count + further_figures.EXAMPLES
+    assert page.count("<figcaption>control</figcaption>") == count + controls_and_masks.EXAMPLES
 
 
 def test_pictures_without_controls_are_refused(

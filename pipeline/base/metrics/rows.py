@@ -53,7 +53,7 @@ class Rows:
             self.append(values)
         except OSError as error:
             if not late:
-                self._log(f"warning: {self.path}: cannot be written: {error.strerror}; its rows wait until it can be")
+                self._log(f"warning: {self.path}: cannot be written: {error.strerror}; new rows wait until it can")
 
     def track(self, step: int, values: dict[str, Any], group: str) -> None:
         """Hand the numbers of a row to the trackers."""
@@ -65,7 +65,7 @@ class Rows:
             self._flush()
         except OSError as error:
             rows = self._unwritten.count(b"\n")
-            self._log(f"warning: {self.path}: {rows} rows are lost: {error.strerror}")
+            self._log(f"warning: {self.path}: {rows} rows were not written and are lost: {error.strerror}")
         self._file.close()
         if self._trackers is not None:
             self._trackers.close()
@@ -87,7 +87,7 @@ def read(path: Path, having: str = "") -> Iterator[dict[str, Any]]:
                 if having in line and (row := _row(line)) is not None:
                     yield row
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror}", fix="check the path and its permissions") from None
 
 
 def last(path: Path) -> dict[str, Any] | None:

@@ -39,7 +39,7 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "samples": Family("samples_total", "counter", "Records encoded, or images trained on, since the process began."),
-    "left": Family("left", "gauge", "Records of this task, or optimizer steps, not done yet."),
+    "left": Family("left", "gauge", "Records of this task, or optimizer steps, that are not done yet."),
     "left_s": Family("left_seconds", "gauge", "Estimated seconds until nothing is left.", live=True),
     "per_s": Family("samples_per_second", "gauge", "Records encoded, or images trained on, per second.", live=True),
     "tokens_per_s": Family("tokens_per_second", "gauge", "Caption or image tokens per second.", live=True),
@@ -124,7 +124,9 @@ class Textfile:
             yield
         except OSError as error:
             if not self._failed:
-                self._log(f"warning: {path}: cannot be written (metrics.textfile): {error.strerror}; tried again later")
+                self._log(
+                    f"warning: {path}: cannot be written (metrics.textfile): {error.strerror}; it is tried again later"
+                )
             self._failed = True
 
     def _text(self, running: bool) -> str:

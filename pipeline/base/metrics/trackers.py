@@ -4,7 +4,7 @@
 tracker that fails (no network, no login) is reported and dropped, and the work continues.
 Price: a service shows each resumed attempt as a separate run; TensorBoard drops repeated steps.
 TensorBoard reads `tensorboard --logdir RUN`. The services have the project `sana-pipe` and the run directory's name.
-Pictures come from the process that decodes them: TensorBoard shows them next to the metrics, a service as a further
+Pictures come from the process that decodes them: TensorBoard shows them next to the metrics, a service as another
 run.
 """
 
@@ -38,7 +38,7 @@ def check(names: Sequence[str], option: str) -> None:
     if missing:
         rest = [name for name in names if name not in missing]
         raise UserError(
-            f"{option} names {', '.join(missing)}, and that is not installed",
+            f"{option} names trackers that are not installed: {', '.join(missing)}",
             fix=f"pip install {' '.join(name.replace('_', '-') for name in missing)}, or --set "
             f"'{option}=[{', '.join(rest)}]'",
         )
@@ -78,7 +78,7 @@ class Trackers:
                 what = f"the tracker {name} cannot be opened"
                 raise machine_error(error, what, "--resume auto") or UserError(
                     f"{what}: {type(error).__name__}: {error}",
-                    fix="fix that, or take it out of the option trackers",
+                    fix=f"fix the cause, or take {name} out of train.trackers",
                 ) from None
             self._open[name] = tracker
 
@@ -137,7 +137,7 @@ class PictureTrackers:
             try:
                 self._of_run[run] = Trackers(self._names, run, None, {}, self._log)
             except UserError as error:
-                self._log(f"warning: no pictures there: {error.line}")
+                self._log(f"warning: {run}: pictures are not sent to trackers: {error.line}")
                 self._of_run[run] = Trackers((), run, None, {}, self._log)
         self._of_run[run].log_pictures(step, pictures)
 

@@ -85,7 +85,7 @@ def _paste(
     x, y = place
     if picture is None:
         draw.rectangle((x, y, x + side - 1, y + side - 1), _EMPTY)
-        draw.text((x + 8, y + 8), "not here", _PALE, font)
+        draw.text((x + 8, y + 8), "no picture", _PALE, font)
         return
     scale = min(side / picture.width, side / picture.height)
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))

@@ -32,7 +32,7 @@ from pipeline.data.signals.text import TextEncoding
 from pipeline.data.snapshots import near, near_samples
 from pipeline.data.snapshots.assemble import epoch_steps
 from pipeline.data.sources.reject_kinds import EXAMPLES, kind
-from pipeline.tools.reporting.further_figures import FurtherFigures, further_figures
+from pipeline.tools.reporting.controls_and_masks import ControlsAndMasks, controls_and_masks
 from pipeline.tools.reporting.json_values import INLINE
 from pipeline.tools.reporting.source_pictures import Embedded
 
@@ -221,9 +221,9 @@ class SnapshotFigures:
     """All numbers of a snapshot.
 
     Attributes:
-        crop: None, with the reason in `crop_missing`, where a scan is gone.
+        crop: None, with the reason in `crop_missing`, where a scan is missing.
         sources: samples by source.
-        further: None without control pictures and masks.
+        controls_and_masks: None without any.
         not_compared: a sentence about pictures that were not looked at for `alike`.
         new: None without an earlier snapshot.
     """
@@ -241,7 +241,7 @@ class SnapshotFigures:
     sources: dict[str, int]
     captions: CaptionFigures
     duplicates: Duplicates
-    further: FurtherFigures | None
+    controls_and_masks: ControlsAndMasks | None
     visits: list[Visits]
     alike: list[Alike]
     not_compared: str
@@ -279,7 +279,7 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> SnapshotFigures:
         duplicates=Duplicates(
             pictures=_repeated(picture_keys(samples, LatentEncoding.kind)), captions=_repeated(fixed(caption_keys))
         ),
-        further=further_figures(snapshot),
+        controls_and_masks=controls_and_masks(snapshot),
         visits=_visits(snapshot),
         alike=alike,
         not_compared=not_compared,

@@ -117,7 +117,7 @@ def _run(config: str, work: Path, *words: str, what: str) -> None:
     words = "--quiet", *words, "--config", str(settings)
     done = subprocess.run(command(*words), check=False, stdout=subprocess.DEVNULL)  # warnings and errors are on stderr
     if done.returncode == NoSpaceError.exit_code:
-        raise NoSpaceError(f"{what} met a full disk", fix="see its message above")
+        raise NoSpaceError(f"{what} found no space left on the disk", fix="see its message above")
     if done.returncode:
         raise DecodeError(
             f"{what} ended with an error",

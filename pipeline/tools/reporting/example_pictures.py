@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from pipeline.data.cache.snapshot import Snapshot
+from pipeline.tools.reporting.controls_and_masks import ControlExample, control_and_mask_encodings
 from pipeline.tools.reporting.data_figures import Alike, Example, Reject, Visits
 from pipeline.tools.reporting.figures import Figures
-from pipeline.tools.reporting.further_figures import FurtherExample, further_encodings
 from pipeline.tools.reporting.source_pictures import Embedded, SourcePictures, embedded
 
 Entry = TypeVar("Entry", Reject, Visits, Alike)
@@ -23,11 +23,11 @@ def with_pictures(figures: Figures, snapshot: Snapshot, photos: SourcePictures) 
     def shown(entries: list[Entry]) -> list[Entry]:
         return [replace(entry, examples=[_thumbnail(photos, sources, x) for x in entry.examples]) for entry in entries]
 
-    further = data.further
-    if further is not None:
-        further = replace(further, examples=[_as_encoded(photos, snapshot, each) for each in further.examples])
+    if (others := data.controls_and_masks) is not None:
+        others = replace(others, examples=[_as_encoded(photos, snapshot, each) for each in others.examples])
     rejects, visits, alike = shown(data.rejects), shown(data.visits), shown(data.alike)
-    return replace(figures, snapshot=replace(data, rejects=rejects, visits=visits, alike=alike, further=further))
+    data = replace(data, rejects=rejects, visits=visits, alike=alike, controls_and_masks=others)
+    return replace(figures, snapshot=data)
 
 
 def _thumbnail(photos: SourcePictures, sources: list[str], example: Example) -> Example:
@@ -38,10 +38,10 @@ def _thumbnail(photos: SourcePictures, sources: list[str], example: Example) -> 
     return replace(example, picture=Embedded(example.item))
 
 
-def _as_encoded(photos: SourcePictures, snapshot: Snapshot, example: FurtherExample) -> FurtherExample:
+def _as_encoded(photos: SourcePictures, snapshot: Snapshot, example: ControlExample) -> ControlExample:
     """Add the sample's picture, control pictures and masks, each as its encoder gets it."""
     source, item, size = example.source, example.item, (example.height, example.width)
     shown = [embedded(photos.cropped(source, item, size), "picture")]
-    for kind, encoding in further_encodings(snapshot).items():
-        shown.append(embedded(photos.further(source, item, encoding, size), kind))
+    for kind, encoding in control_and_mask_encodings(snapshot).items():
+        shown.append(embedded(photos.control_or_mask(source, item, encoding, size), kind))
     return replace(example, pictures=shown)

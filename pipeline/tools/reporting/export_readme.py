@@ -59,7 +59,7 @@ def readme(
     Args:
         compression: of the VAE; None: training's resolution over the model's `sample_size`.
         place: of the pipeline that the call loads.
-        facts: further values that the template names: `weights` in words, `state` of the data (`step`, `snapshot`,
+        facts: other values that the template names: `weights` in words, `state` of the data (`step`, `snapshot`,
             `seed`), `dtype` and others.
     """
     sample_size, prefix = model.architecture.sample_size, model.data.caption_prefix
@@ -139,23 +139,33 @@ def call_arguments(model: TrainedModel, sample_size: int, compression: int) -> d
     return arguments
 
 
-def copy_pictures(run: Path, step: int, folder: Path) -> dict[str, Any]:
-    """Copy what a run drew before its first step and last up to `step` into `folder`/pictures. The first is the base,
-    unless the run continued an adapter.
+@dataclass(frozen=True)
+class ReadmePictures:
+    """The pictures of an adapter's README, which its templates name.
 
-    Returns:
-        Values of `adapter.md`: `pictures`, cells of each row of its table (none without both drawings), `drawn_after`,
-        the step of the second drawing, and `controls`, whether the second cell is a control picture.
+    Attributes:
+        pictures: the cells of each row of the table; none without both drawings.
+        drawn_after: the step of the second drawing.
+        controls: whether the second cell is a control picture.
     """
-    drawn = [drawing for path in files(run) if (drawing := Drawing.read(path)).facts["step"] <= step]
+
+    pictures: list[list[str]]
+    drawn_after: int = 0
+    controls: bool = False
+
+
+def copy_pictures(run: Path, step: int, folder: Path) -> ReadmePictures:
+    """Copy what a run drew before its first step and last up to `step` into `folder`/pictures. The first is the base,
+    unless the run continued an adapter."""
+    drawn = [drawing for path in files(run) if (drawing := Drawing.read(path)).facts.step <= step]
     shown = [(drawing, made) for drawing in drawn if (made := drawing.pictures())]
-    if len(shown) < 2 or shown[0][0].facts["step"] != 0:
-        return {"pictures": [], "controls": False}
+    if len(shown) < 2 or shown[0][0].facts.step != 0:
+        return ReadmePictures([])
     (_, before), (last, after) = shown[0], shown[-1]
     rows, controls = [], any(name.endswith("-control") for name in after)
     columns = [("control", after, "-control")] * controls + [("base", before, ""), ("adapter", after, "")]
-    for number, prompt in enumerate(last.facts["prompts"][:PICTURES]):
-        cells = [plain(str(prompt))]
+    for number, prompt in enumerate(last.facts.prompts[:PICTURES]):
+        cells = [plain(prompt)]
         for kind, made, ending in columns:
             cells.append("")  # one that could not be decoded
             if (source := made.get(f"{number:04d}{ending}")) is not None:
@@ -163,4 +173,4 @@ def copy_pictures(run: Path, step: int, folder: Path) -> dict[str, Any]:
                 shutil.copyfile(source, folder / f"pictures/{number}-{kind}.png")
                 cells[-1] = f"![](pictures/{number}-{kind}.png)"
         rows.append(cells)
-    return {"pictures": rows, "drawn_after": last.facts["step"], "controls": controls}
+    return ReadmePictures(rows, last.facts.step, controls)

@@ -88,10 +88,15 @@ def collect(
     if first is not None:
         missing |= _missing_in_run(first, data)
     else:
-        missing["run"] = Missing(f"{folder}: nothing was trained there", TRAIN)
+        missing["run"] = Missing(f"nothing was trained in {folder}", TRAIN)
     if compare is not None:
         if first is None:
-            raise UserError("--compare needs a first run", found=f"nothing in {folder}", fix="--run DIR names it")
+            raise UserError(
+                "--compare needs a run to compare with",
+                expected="a run directory",
+                found=f"nothing was trained in {folder}",
+                fix="name the first run: --run DIR",
+            )
         second = run_figures(compare)
         missing |= _missing_pictures([first, second])
         second = replace(second, options=differing_options(first, second))
@@ -114,7 +119,7 @@ def _missing_pictures(runs: Sequence[RunFigures]) -> dict[str, Missing]:
             what, commands = ("; ".join(texts) for texts in zip(*waiting, strict=True))
             return {"pictures": Missing(what, commands)}
     if not any(part.pictures for run in runs for part in run.parts):
-        what = "no pictures were drawn during the run; first: sana-pipe encode --prompts default"
+        what = "no pictures were drawn during the run; encode prompts first with sana-pipe encode --prompts default"
         return {"pictures": Missing(what, "sana-pipe train --set 'train.pictures={}'")}
     return {}
 
@@ -124,14 +129,14 @@ def _missing_in_run(run: RunFigures, data: SnapshotFigures | None) -> dict[str, 
     if not any(part.rows for part in parts):
         missing["losses"] = Missing("the journal has no rows yet", TRAIN)
     if not any(part.validation for part in parts):
-        what = "no held-out loss was measured (bucket.heldout holds samples out)"
+        what = "no held-out loss was measured; bucket.heldout keeps samples for it"
         missing["validation"] = Missing(what, "sana-pipe train --set 'train.validation={}'")
     missing |= _missing_pictures([run])
     if not any(part.prediction for part in parts):
         missing["memory"] = Missing("memory and speed were not predicted for this run", "sana-pipe plan")
     if len(parts) < 2:
         command = "sana-pipe train --from RUN --set train.output=DIR"
-        missing["rounds"] = Missing("no run began from another", command)
+        missing["rounds"] = Missing("the run did not begin from another run", command)
     if run.lost:
         missing["earlier"] = Missing("; ".join(run.lost), "sana-pipe report --run DIR")
     used = {name for part in parts for name in part.snapshots}

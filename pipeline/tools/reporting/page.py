@@ -109,7 +109,9 @@ def check_out(out: Path) -> None:
                 if not (head := file.read(_HEAD)) or _MARK in head:
                     return
     raise UserError(
-        f"{out} exists and is not a page of sana-pipe", expected="a new file, or a page", fix="another --out"
+        f"{out}: exists and is not a page that sana-pipe wrote",
+        expected="a new file, or such a page",
+        fix="give another --out",
     )
 
 

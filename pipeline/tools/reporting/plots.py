@@ -19,7 +19,7 @@ WIDE = 1000
 """Width of a plot that has the page's width to itself."""
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 44
 SERIES = 8
-"""Distinct styles of lines; further series repeat them."""
+"""Distinct styles of lines; more series repeat them."""
 BAR, LABEL, LETTER = 22, 128, 7
 _STEPS = "optimizer step"
 

@@ -51,7 +51,8 @@ def progress(figures: Figures) -> Iterator[Block]:
         if drawn:
             longest = max(map(len, frames.values()))
             of = f"{FRAMES} of " if longest > FRAMES else ""
-            yield f"{label}: {of}{longest} steps, drawn with the {' and the '.join(sorted(drawn))}."
+            steps = "step" if longest == 1 else "steps"
+            yield f"{label}: pictures of {of}{longest} {steps}, drawn with the {' and the '.join(sorted(drawn))}."
         for order, (prompt, places) in enumerate(frames.items()):
             shown = _spread(places)
             columns = _columns([frame.step / (until or 1) for frame in shown])

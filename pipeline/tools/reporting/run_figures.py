@@ -150,8 +150,9 @@ def run_figures(folder: Path, earlier: bool = False) -> RunFigures:
     if not is_run(folder):
         raise UserError(
             f"{folder}: is not a run directory",
-            expected=f"a folder with {JOURNAL}, or with folders that have one",
-            fix="sana-pipe train writes one to train.output; --run DIR names another",
+            expected=f"a folder with {JOURNAL} or {SUMMARY}, or a folder of such folders",
+            found="a folder without them" if folder.is_dir() else "no such folder",
+            fix="give the folder that a training wrote (its train.output): --run DIR or --compare DIR",
         )
     lost: list[str] = []
     folders = [path for path in (folder, *_folders(folder)) if _is_part(path)]
@@ -163,7 +164,7 @@ def run_figures(folder: Path, earlier: bool = False) -> RunFigures:
                 folders.append(origin)
                 known.add(origin.resolve())
             elif origin.name not in _siblings(path, folder):
-                problem = f"{path} began from {origin}, and there is no run any more"
+                problem = f"{path} began from {origin}, which is no longer a run directory"
         lost += [problem] if problem else []
     parts = sorted(map(_part, folders), key=lambda part: part.began or "")
     return RunFigures(str(folder), parts, lost)

@@ -13,7 +13,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,29 +38,58 @@ _DECIDES = ("weights", "compression", "channels", "scaling_factor")
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """A file of drawn latents.
+class DrawingFacts:
+    """The description of drawn latents, as their file states it. None: it does not.
 
     Attributes:
-        digest: of its bytes.
-        facts: its description: `step`, `prompts`, `latent` (the values of the latent encoding) and others.
+        latent: the values of the latent encoding.
+        controlled: drawn by a ControlNet.
     """
+
+    step: int
+    prompts: list[str]
+    latent: dict[str, Any]
+    ema: bool | None
+    height: int | None
+    width: int | None
+    sampling_steps: int | None
+    guidance: float | None
+    seed: int | None
+    prompt_set: str | None
+    controlled: bool
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> DrawingFacts:
+        stated: dict[str, Any] = {each.name: values.get(each.name) for each in fields(cls)}
+        stated |= {
+            "step": int(values["step"]),
+            "prompts": [str(prompt) for prompt in values.get("prompts") or ()],
+            "latent": values.get("latent") or {},
+            "controlled": "controls" in values,
+        }
+        return cls(**stated)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A file of drawn latents. digest: of its bytes."""
 
     path: Path
     data: bytes
     digest: str
-    facts: dict[str, Any]
+    facts: DrawingFacts
 
     @classmethod
     def read(cls, path: Path) -> Drawing:
         """Raises a UserError if it is not a file of drawn latents."""
         try:
             data = path.read_bytes()
-            facts = json.loads(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["drawing"])
-            return cls(path, data, layout.content_digest(data), {"step": int(facts["step"]), **facts})
+            head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            facts = DrawingFacts.of(json.loads(head["__metadata__"]["drawing"]))
+            return cls(path, data, layout.content_digest(data), facts)
         except OSError as error:
             raise not_permitted(path) or UserError(f"{path}: cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: is not a file of drawn latents: {error!r}", fix="remove it") from None
 
     @property
@@ -83,7 +112,8 @@ class Drawing:
             raise UserError(f"{self.path}: cannot be read as safetensors: {error}", fix="remove it") from None
         odd = [f"{name}: {tuple(each.shape)}" for name, each in latents.items() if each.ndim != 3]
         if odd:
-            raise UserError(f"{self.path}: holds no latents", expected="(C, h, w)", found=", ".join(odd))
+            what, expected = f"{self.path}: holds tensors that are not latents", "tensors of shape (C, h, w)"
+            raise UserError(what, expected=expected, found=", ".join(odd), fix="remove it")
         return latents
 
     def pictures(self) -> dict[str, Path | None] | None:
@@ -146,22 +176,21 @@ def listed(run: Path, rows: list[dict[str, Any]]) -> list[DrawingFigures | Unrea
         except UserError as error:
             drawings.append(UnreadableDrawing(row["step"], str(path), error.what))
             continue
-        facts, made = drawing.facts, drawing.pictures()
-        prompts = [str(prompt) for prompt in facts.get("prompts") or ()]
+        facts, made, count = drawing.facts, drawing.pictures(), len(drawing.facts.prompts)
         drawings.append(
             DrawingFigures(
                 step=row["step"],
                 file=str(path),
-                ema=facts.get("ema"),
-                height=facts.get("height"),
-                width=facts.get("width"),
-                sampling_steps=facts.get("sampling_steps"),
-                guidance=facts.get("guidance"),
-                seed=facts.get("seed"),
-                prompt_set=facts.get("prompt_set"),
-                prompts=prompts,
-                pictures=None if made is None else _places(made, len(prompts)),
-                controls=None if made is None or "controls" not in facts else _places(made, len(prompts), "-control"),
+                ema=facts.ema,
+                height=facts.height,
+                width=facts.width,
+                sampling_steps=facts.sampling_steps,
+                guidance=facts.guidance,
+                seed=facts.seed,
+                prompt_set=facts.prompt_set,
+                prompts=facts.prompts,
+                pictures=None if made is None else _places(made, count),
+                controls=None if made is None or not facts.controlled else _places(made, count, "-control"),
             )
         )
     return drawings
@@ -214,7 +243,7 @@ class Watcher:
         """
         if once and not files(self.run):
             what = "has no drawings" if self.run.is_dir() else "there is no such run directory"
-            fix = "--watch RUN, as train.output names it; a training draws with --set train.pictures={}"
+            fix = "--watch RUN, as train.output names it; a training draws with --set 'train.pictures={}'"
             raise UserError(f"{self.run}: {what}", fix=fix)
         stop = threading.Event()
 
@@ -227,7 +256,7 @@ class Watcher:
             made = self.decode_new(stop)
             if not made and not once:
                 absent = "" if self.run.is_dir() else ", which does not exist yet"
-                self.log(f"waiting for drawings in {self.run}{absent}; Ctrl-C ends")
+                self.log(f"waiting for drawings in {self.run}{absent}; press Ctrl-C to stop")
             while not once and not stop.wait(poll_s):
                 self.decode_new(stop)
         if stop.is_set():
@@ -236,10 +265,10 @@ class Watcher:
             raise UserError(
                 f"{len(self.failed)} files of drawn latents could not be decoded",
                 found="; ".join(self.failed.values()),
-                fix="remove them; a resumed training draws again",
+                fix="remove them; a resumed training draws them again",
             )
         elif not made:
-            self.log(f"{self.run}: nothing to decode")
+            self.log(f"{self.run}: all drawings are decoded already")
 
     def decode_new(self, stop: threading.Event) -> int:
         """Decode every new file; returns how many."""
@@ -307,8 +336,8 @@ class Watcher:
             with replacing(drawing.folder / DECODED) as work:
                 work.write_text(json.dumps({"latents": drawing.digest, "files": names}) + "\n", encoding="utf-8")
         count = sum(name is not None for name in names.values())
-        self.log(f"step {drawing.facts['step']}: {count} pictures in {drawing.folder}")
-        self.publish(drawing.path.parent.parent, drawing.facts["step"], pictures)
+        self.log(f"step {drawing.facts.step}: {count} pictures in {drawing.folder}")
+        self.publish(drawing.path.parent.parent, drawing.facts.step, pictures)
 
     def _check(self, drawing: Drawing) -> None:
         """ConfigError unless the configured VAE made the latents that the model was trained on."""
@@ -317,12 +346,12 @@ class Watcher:
         if self._described is None:
             described = describe_vae(self.vae)
             self._described = {name: described[name] for name in _DECIDES}
-        encoding = LatentEncoding.from_values(drawing.facts.get("latent") or {})
+        encoding = LatentEncoding.from_values(drawing.facts.latent)
         if differences := encoding.unlike(self._described):
             raise ConfigError(
                 f"{drawing.path}: was drawn for the latents of another VAE (drawn | configured)",
                 found="; ".join(differences),
-                fix="--config FILE, that of the training; a faster decoder of the same latents is vae.decoder",
+                fix="give the configuration of the training: --config FILE (vae.decoder may name a faster decoder)",
             )
 
 

@@ -1,4 +1,4 @@
-"""Finding the sample of a snapshot that a user means.
+"""Find the sample of a snapshot that a user means.
 
 `find` resolves what is at hand: a sample id (`samples.jsonl`, messages of `train`), an item's name, the key of the
 latent (the member's name in its shard), or the beginning of one of them.
@@ -52,13 +52,13 @@ def find(cache: Cache, snapshot: Snapshot, text: str) -> int:
         raise UserError(
             f"{text!r} names several samples of snapshot {snapshot.id[:12]}",
             found="; ".join(shown) + ("; ..." if len(matches) > SHOWN else ""),
-            fix="give the sample id, the first number of the sample that you mean",
+            fix="give the sample id, which is the number in front of the sample that you mean",
         )
     raise UserError(
         f"no sample of snapshot {snapshot.id[:12]} is called {text!r}{_rejected(cache, snapshot, text)}",
-        expected=f"a sample id, an item, or {HEX_DIGITS} or more digits of a key; near: "
+        expected=f"a sample id, an item, or at least {HEX_DIGITS} digits of a key; the nearest names are "
         + ", ".join(_nearest(snapshot, text)),
-        fix="sana-pipe snapshots lists other snapshots (--snapshot NAME)",
+        fix="give one of them, or another snapshot: --snapshot NAME (sana-pipe snapshots lists them)",
     )
 
 
@@ -97,8 +97,9 @@ def _rejected(cache: Cache, snapshot: Snapshot, item: str) -> str:
     for source in snapshot.head.sources:
         row = scanned(cache, snapshot, source, item)
         if row is not None:
-            reason = row.reject or "left out by `bucket`; sana-pipe inspect lists the reasons"
-            return f"; source {source!r} has it: {reason}"
+            if row.reject:
+                return f"; source {source!r} has it, but encode rejected it: {row.reject}"
+            return f"; source {source!r} has it, but bucket left it out (sana-pipe inspect lists the reasons)"
     return ""
 
 

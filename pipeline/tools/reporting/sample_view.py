@@ -77,7 +77,7 @@ def _record(record: SampleRecord) -> str:
 
 
 def _caption(caption: SampleCaption) -> str:
-    cut = " (cut there, or just fits)" if caption.at_max_length else ""
+    cut = " (it was cut, or just fits)" if caption.at_max_length else ""
     tokens = f"{caption.tokens} of {caption.max_length} tokens{cut}"
     return f"{tokens}, weight {caption.weight:g}; {_place(caption.place)}"
 
@@ -128,7 +128,7 @@ def pictures(
     if original is not None and sample.picture is not None:
         _frame(original, sample.picture)
     name = f"{size[0]}x{size[1]}"
-    others = {kind: photos.further(source, item, encoding, size) for kind, encoding in controls_and_masks.items()}
+    others = {kind: photos.control_or_mask(source, item, each, size) for kind, each in controls_and_masks.items()}
     return [
         embedded(original, "original, with the crop as a frame", LARGE),
         embedded(photos.cropped(source, item, size), f"crop at {name}", LARGE),

@@ -16,6 +16,7 @@ from pipeline.base.amounts import amount
 from pipeline.tools.reporting import run_plots
 from pipeline.tools.reporting.adapter_figures import AdapterProblem
 from pipeline.tools.reporting.blocks import Block, Card, Column, Heading, Table, count, number, share, size
+from pipeline.tools.reporting.controls_and_masks import ControlOrMask
 from pipeline.tools.reporting.curves import column, divided, held_out, labels, length, line, marks
 from pipeline.tools.reporting.data_figures import (
     BucketFigures,
@@ -27,7 +28,6 @@ from pipeline.tools.reporting.data_figures import (
     SnapshotFigures,
 )
 from pipeline.tools.reporting.figures import Figures
-from pipeline.tools.reporting.further_figures import FurtherKind
 from pipeline.tools.reporting.plots import bar_plot, column_plot, line_plot
 from pipeline.tools.reporting.progress import progress
 from pipeline.tools.reporting.run_figures import DifferingOption, PartFigures, RunFigures, ValidationFigures
@@ -131,19 +131,19 @@ def _crop(data: SnapshotFigures) -> Iterator[Block]:
     yield column_plot(title, edges, crop.samples, "area removed, %", "samples")
 
 
-def _further(data: SnapshotFigures) -> Iterator[Block]:
-    if (further := data.further) is None:
+def _controls_and_masks(data: SnapshotFigures) -> Iterator[Block]:
+    if (figures := data.controls_and_masks) is None:
         return
-    columns: list[Column[FurtherKind]] = [
+    columns: list[Column[ControlOrMask]] = [
         Column("", lambda kind: kind.kind),
         Column("samples that have one", lambda kind: kind.samples, count),
         Column("blank, since there is none", lambda kind: kind.blank, count),
         Column("made from the picture by", lambda kind: kind.made),
     ]
-    yield Table(columns, further.kinds)
-    if (learned := further.learned) is not None:
-        yield f"On average {learned.mean:.1%} of a picture is learned, by {learned.read:,} masks."
-    for example in further.examples:
+    yield Table(columns, figures.kinds)
+    if (learned := figures.learned) is not None:
+        yield f"On average {learned.mean:.1%} of a picture is learned, according to {learned.read:,} masks."
+    for example in figures.examples:
         if example.pictures is not None:
             note = f"{example.source}, {example.height}x{example.width}"
             yield Card(example.pictures, example.item, note)
@@ -174,12 +174,12 @@ def _sources(figures: Figures) -> Iterator[Block]:
 def _captions(data: SnapshotFigures) -> Iterator[Block]:
     captions = data.captions
     yield (
-        f"{captions.captions:,} captions, {captions.mean_tokens:.1f} tokens on average, half of them at most "
-        f"{captions.p50}, 95 % at most {captions.p95}."
+        f"{captions.captions:,} captions, {captions.mean_tokens:.1f} tokens on average; half of them have at most "
+        f"{captions.p50}, 95 % have at most {captions.p95}."
     )
     yield (
         f"{captions.at_max_length:,} ({captions.share_at_max_length:.1%}) have {captions.max_length} tokens: "
-        "they were cut there, or just fit."
+        "they were cut, or just fit."
     )
     counts = captions.by_tokens
     counts = counts[: max((i for i, n in enumerate(counts) if n), default=0) + 1]
@@ -195,13 +195,13 @@ def _captions(data: SnapshotFigures) -> Iterator[Block]:
 
 
 def _duplicates(data: SnapshotFigures) -> Iterator[Block]:
-    yield "Pictures count as one where file and bucket are the same."
+    yield "Pictures with the same file and the same bucket count as one."
     columns: list[Column[tuple[str, Repeats]]] = [
         Column("", lambda pair: pair[0]),
         Column("in the snapshot", lambda pair: pair[1].entries, count),
         Column("distinct", lambda pair: pair[1].distinct, count),
         Column("that occur more than once", lambda pair: pair[1].repeated, count),
-        Column("most often", lambda pair: pair[1].most, count),
+        Column("most occurrences", lambda pair: pair[1].most, count),
     ]
     yield Table(columns, [("pictures", data.duplicates.pictures), ("captions", data.duplicates.captions)])
 
@@ -229,7 +229,7 @@ def _alike(data: SnapshotFigures) -> Iterator[Block]:
     if data.not_compared:
         yield data.not_compared
     if data.alike:
-        yield "Pictures whose hashes differ in few bits; bucket.dedup=near takes one of each."
+        yield "The hashes of these pictures differ in few bits; bucket.dedup=near uses one picture of each group."
     yield from (_card(entry.examples, f"{entry.pictures:,} pictures look the same") for entry in data.alike)
 
 
@@ -245,7 +245,7 @@ def _storage(figures: Figures) -> Iterator[Block]:
         return
     storage, free = figures.snapshot.storage, figures.cache["free_bytes"]
     yield (
-        f"The snapshot's shards have {amount(storage.shards_bytes)}, its tables {amount(storage.tables_bytes)}"
+        f"The snapshot's shards take {amount(storage.shards_bytes)}, its tables {amount(storage.tables_bytes)}"
         + (f"; {amount(free)} are free." if free is not None else ".")
     )
     rows = [(name, storage.kinds[kind]) for kind, name in (("latent", "latents"), ("text", "text rows"))]
@@ -270,7 +270,7 @@ def _new_samples(data: SnapshotFigures) -> Iterator[Block]:
         return
     before, tokens = ", ".join(new.earlier_names) or new.earlier[:12], new.mean_tokens
     yield (
-        f"Against the earlier snapshot {before}: {new.new:,} new samples, {new.old:,} old ones, "
+        f"Compared with the earlier snapshot {before}: {new.new:,} new samples, {new.old:,} old ones, "
         f"{new.removed:,} removed."
     )
     if tokens.new is not None and tokens.old is not None:
@@ -309,7 +309,7 @@ def _held_out(run: RunFigures) -> Iterator[Block]:
     measured, rows = _measured(run), list[_Divided]()
     for part, checks in measured:
         if checks.samples is not None:
-            yield f"{part.name}: {checks.rows} times on {number(checks.samples)} held-out samples."
+            yield f"{part.name}: measured {checks.rows} times on {number(checks.samples)} held-out samples."
     for division, lines in divided(run):
         yield line_plot(f"Held-out loss by {division.by}", [*lines.values()], "loss", marks=marks(run))
         for value, drawn in lines.items():
@@ -360,7 +360,7 @@ def _plans(run: RunFigures) -> Iterator[Block]:
         plan = document.get("prediction") or {}
         sizes = {
             **{f"predicted: {kind}": amount(bytes) for kind, bytes in (plan.get("kinds") or {}).items()},
-            **({"predicted in all": amount(plan["total"])} if "total" in plan else {}),
+            **({"predicted in total": amount(plan["total"])} if "total" in plan else {}),
             **({"memory of the device": amount(plan["memory"])} if "memory" in plan else {}),
         }
         for key, value in (document.get("measured") or {}).items():
@@ -493,7 +493,7 @@ SECTIONS = (
     Section("new", "New samples against old ones", blocks=of_snapshot(_new_samples)),
     Section("buckets", "Buckets", blocks=of_snapshot(_buckets)),
     Section("crop", "Crop loss", blocks=of_snapshot(_crop)),
-    Section("further", "Control pictures and masks", blocks=of_snapshot(_further)),
+    Section("controls-and-masks", "Control pictures and masks", blocks=of_snapshot(_controls_and_masks)),
     Section("sources", "Sources", blocks=[_sources]),
     Section("captions", "Caption lengths", blocks=of_snapshot(_captions)),
     Section("duplicates", "Duplicates", blocks=of_snapshot(_duplicates)),

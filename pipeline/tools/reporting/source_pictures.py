@@ -48,7 +48,9 @@ class SourcePictures:
             self.sources[source, picture] = None
             return None
 
-    def further(self, source: str, item: str, encoding: PictureSignal, size: tuple[int, int]) -> Image.Image | None:
+    def control_or_mask(
+        self, source: str, item: str, encoding: PictureSignal, size: tuple[int, int]
+    ) -> Image.Image | None:
         """A control picture or mask at (height, width), as its encoder gets it; None if it cannot be read."""
         data, settings = self.data(source, item, encoding.picture), self.settings
         if not data:

@@ -27,7 +27,7 @@ EXAMPLES = 4
 
 
 @dataclass(frozen=True)
-class FurtherKind:
+class ControlOrMask:
     """The control pictures or the masks of a snapshot.
 
     Attributes:
@@ -50,7 +50,7 @@ class Learned:
 
 
 @dataclass(frozen=True)
-class FurtherExample:
+class ControlExample:
     """A sample with a control picture or a mask. pictures: on a page."""
 
     source: str
@@ -61,16 +61,16 @@ class FurtherExample:
 
 
 @dataclass(frozen=True)
-class FurtherFigures:
+class ControlsAndMasks:
     """Numbers of control pictures and masks. learned: None without masks, or where they cannot be read."""
 
-    kinds: list[FurtherKind]
+    kinds: list[ControlOrMask]
     learned: Learned | None
-    examples: list[FurtherExample]
+    examples: list[ControlExample]
 
 
-def further_encodings(snapshot: Snapshot) -> dict[str, PictureSignal]:
-    """The encodings of records that are pictures in addition to the sample's, by kind."""
+def control_and_mask_encodings(snapshot: Snapshot) -> dict[str, PictureSignal]:
+    """Return the encodings of the control pictures and masks by kind."""
     return {
         kind: encoding
         for kind, encoding in snapshot.pictures.items()
@@ -78,25 +78,25 @@ def further_encodings(snapshot: Snapshot) -> dict[str, PictureSignal]:
     }
 
 
-def further_figures(snapshot: Snapshot) -> FurtherFigures | None:
-    """Numbers of the control pictures and masks; None: the snapshot has none."""
-    encodings = further_encodings(snapshot)
+def controls_and_masks(snapshot: Snapshot) -> ControlsAndMasks | None:
+    """Compute the numbers of the control pictures and masks; None: the snapshot has none."""
+    encodings = control_and_mask_encodings(snapshot)
     if not encodings:
         return None
     kinds = []
     for kind, encoding in encodings.items():
         absent = np.array([encoding.key(ABSENT, bucket.height, bucket.width) for bucket in snapshot.buckets], "S16")
         blank = sum(int(np.isin(picture_keys(samples, kind), absent).sum()) for samples in snapshot.tables())
-        kinds.append(FurtherKind(kind, len(snapshot) - blank, blank, getattr(encoding, "made", "")))
+        kinds.append(ControlOrMask(kind, len(snapshot) - blank, blank, getattr(encoding, "made", "")))
     examples = []
     for row in spread(len(snapshot), min(EXAMPLES, len(snapshot))):
         (source, item), bucket = snapshot.source_item(row), snapshot.buckets[snapshot.sample(row).bucket]
-        examples.append(FurtherExample(source, item, bucket.height, bucket.width))
+        examples.append(ControlExample(source, item, bucket.height, bucket.width))
     learned = None
     if MaskEncoding.kind in encodings and len(snapshot):
         with suppress(CacheError):  # `verify` names what is damaged
             learned = _learned(snapshot)
-    return FurtherFigures(kinds, learned, examples)
+    return ControlsAndMasks(kinds, learned, examples)
 
 
 def _learned(snapshot: Snapshot) -> Learned:
