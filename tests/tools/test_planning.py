@@ -306,9 +306,7 @@ def test_cost_is_that_of_all_gpus() -> None:
     )
     prediction: Any = SimpleNamespace(machine=Machine(gpus.card("h100"), 80 << 30, 8))
     assert time_lines(time, prediction, 2.0)[-1].endswith("1m40s, 0.2222 GPU-hours, cost 0.4444")
-    assert time_lines(replace(time, epoch_samples=None), prediction, 2.0)[-1].endswith(
-        "GPU-hours, cost 69.44"
-    )
+    assert time_lines(replace(time, epoch_samples=None), prediction, 2.0)[-1].endswith("GPU-hours, cost 69.44")
 
 
 @pytest.mark.parametrize(("gpus", "nodes"), [(1, 1), (8, 1), (12, 2), (16, 2), (64, 8), (11, 11)])

@@ -1,4 +1,4 @@
-"""What `sana-pipe plan` prints for people: memory, time and cost of a configuration, or the fastest that fit."""
+"""Print what `sana-pipe plan` predicts: memory, time and cost of a configuration, or the fastest that fit."""
 
 from __future__ import annotations
 
