@@ -38,6 +38,7 @@ from pipeline.data.cache.cache import Cache
 from pipeline.data.cache.shard import ShardReader
 from pipeline.data.loader.loader import Loader, LoaderSettings
 from pipeline.tools.demo import small_models
+from pipeline.tools.reporting import drawing_folder
 
 SIDE = 64
 NAMES = ("astronaut", "chelsea", "coffee", "rocket", "camera", "cat", "brick", "coins", "moon", "hubble_deep_field")
@@ -87,7 +88,7 @@ def f1(drawn: np.ndarray, control: np.ndarray) -> float:
 
 def scores(name: str, out: Path, ending: str, originals: dict[str, np.ndarray]) -> dict[str, float]:
     """Figures of drawn pictures, each against its own control and the others'. ending: of their files' names."""
-    rows = [json.loads(line) for line in (out / stages.sample.TABLE).read_text().splitlines()]
+    rows = [json.loads(line) for line in (out / drawing_folder.TABLE).read_text().splitlines()]
     controls = [edges(originals[row["item"]]) for row in rows]
     drawn = [edges(np.asarray(Image.open(out / f"{number:04}{ending}.png"))) for number in range(len(rows))]
     own = float(np.mean([f1(*pair) for pair in zip(drawn, controls, strict=True)]))

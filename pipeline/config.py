@@ -83,6 +83,11 @@ class Config(Section):
     """The stage `sample`."""
     _data_given: DataGiven = PrivateAttr(default_factory=DataGiven)
 
+    @property
+    def data_given(self) -> DataGiven:
+        """The origin of the values of `data`: which the file and `--set` name. Not an option, so no file has it."""
+        return self._data_given
+
     def with_train(self, **changes: Any) -> Config:
         """The configuration with other values of `train`'s options; they are not validated."""
         return self.model_copy(update={"train": self.train.model_copy(update=changes)})

@@ -179,7 +179,7 @@ def dry_run(
 
 def reading_of(config: Config, format: str | None = None) -> Reading:
     """The way to read a source that a configuration and `--format` ask for."""
-    return Reading(config.data, config.encode, config._data_given, format)
+    return Reading(config.data, config.encode, config.data_given, format)
 
 
 def opened(

@@ -197,7 +197,7 @@ def _refuse(config: Config, each: _Looked, data: Sequence[str], options: Options
         words += ["--force"] * options.force
         return shown("init", *words, *(["--out", str(options.out)] if _config(options) else []))
 
-    if settles(config._data_given, "pictures"):
+    if settles(config.data_given, "pictures"):
         reached = options.trigger is not None or not each.taken.captioned
         if not any(text.startswith("data.caption=") for text in options.overrides) and any(
             given is not None for _, given in config.data.pictures

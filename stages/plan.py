@@ -11,21 +11,18 @@ from typing import Any
 
 import click
 
-from pipeline.base.amounts import amount, duration, figure
 from pipeline.base.errors import print_error
-from pipeline.base.gpus import GIB
 from pipeline.config import Config
 from pipeline.data.encoders.text_kind import max_length
 from pipeline.data.snapshots.opening import unused_records
 from pipeline.tools.locations import cache_location
 from pipeline.tools.planning import auto, extent
 from pipeline.tools.planning import predict as predicting
-from pipeline.tools.planning.cost import Time, by_share
-from pipeline.tools.planning.predict import Data, Machine, Prediction
-from pipeline.tools.planning.search import Candidate, NothingFitsError, Search
+from pipeline.tools.planning.predict import Data
+from pipeline.tools.planning.prediction_lines import memory_lines, ranking_lines, time_lines
+from pipeline.tools.planning.search import NothingFitsError, Search
 from pipeline.train.config import TrainConfig
 from pipeline.train.training.assemble import objective_of
-from pipeline.train.training.remedies import flags
 
 
 @dataclass(frozen=True)
@@ -127,80 +124,6 @@ def _search(train: TrainConfig, search: Search, options: Options) -> int:
         ]
         click.echo(json.dumps({"candidates": rows, "gpu": machine.card.name, "gpus": machine.gpus}))
         return 0
-    click.echo(f"{_gpus(machine)}, {machine.card.name}'s speed: the fastest that fit")
-    click.echo(f"{'images/s':>9} {'GiB':>6}  strategy")
-    for candidate in candidates:
-        total = candidate.prediction.total / GIB
-        click.echo(f"{figure(candidate.time.images_per_s):>9} {total:6.1f}  {_described(candidate)}")
-    sizes = {"parallel.sizes": "given"} if train.parallel.sizes == "auto" else {}
-    click.echo(f"the first one: {flags({**sizes, **candidates[0].changes})}")
+    for line in ranking_lines(train, machine, candidates):
+        click.echo(line)
     return 0
-
-
-def _described(candidate: Candidate) -> str:
-    train = candidate.train
-    offload = ", parameters offloaded" if train.parallel.offload == "all" else ""
-    layout, each = candidate.prediction.layout, train.parallel.reduce_each_microbatch
-    microbatch = f"microbatch {train.microbatch}" + (", gradients reduced after each" if each else "")
-    return f"{layout}, checkpointing {train.activation_checkpointing}, {microbatch}{offload}"
-
-
-def _gpus(machine: Machine) -> str:
-    nodes = f" on {machine.nodes} nodes" if machine.nodes > 1 else ""
-    return f"{machine.gpus} x {amount(machine.memory)}{nodes}"
-
-
-def memory_lines(prediction: Prediction) -> list[str]:
-    """The prediction for people."""
-    p, shape = prediction, prediction.shape
-    height, width = p.bucket
-    count = -(-p.share // shape.microbatch)
-    lines = [
-        f"{_gpus(p.machine)} ({p.layout}), {p.train.precision}, {p.train.optim.name}, "
-        f"checkpointing {p.train.activation_checkpointing}",
-        f"worst bucket {height}x{width}: {p.share} samples a GPU and step, {count} x {shape.microbatch}, "
-        f"{shape.rows} text rows",
-        f"{'GiB per GPU':<24}{'traced':>9}",
-    ]
-    for kind, size in p.kinds.items():
-        if size:
-            note = "  (estimate)" if kind in ("context", "fragmentation") else ""
-            lines.append(f"  {kind:<22}{size / GIB:9.2f}{note}")
-    verdict = "fits" if p.fits else "DOES NOT FIT"
-    state = "free" if p.fits else "missing"
-    lines.append(f"  {'peak (' + p.phase + ')':<22}{p.total / GIB:9.2f}   {verdict}: {amount(abs(p.margin))} {state}")
-    if p.machine.card.is_gpu:
-        lines.append("  what other programs (a desktop: about 0.9 GiB) use of the GPU is not counted")
-    if p.host:
-        lines.append(f"  in host memory, too   {p.host / GIB:9.2f}")
-    return lines
-
-
-def time_lines(time: Time | None, prediction: Prediction, price: float | None) -> list[str]:
-    """Speed and cost for people."""
-    if time is None:
-        return ["time: not predicted for a CPU"]
-    machine = prediction.machine
-    name = f"speed of {machine.card.name}" + (" (assumed)" if machine.assumed else "")
-    lines = [
-        f"time (an estimate, {name}): {figure(time.images_per_s)} images/s, {time.step:.3g} s a step, "
-        f"MFU {time.mfu:.0%}",
-        "  " + ", ".join(f"{name} {share:.0%}" for name, share in by_share(time.kernels) if share >= 0.005),
-    ]
-    if time.traffic:
-        sent = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.traffic.items())
-        lines.append(f"  traffic: {sent}; not hidden {time.exposed:.3g} s")
-    if time.bubble:
-        lines.append(f"  idle in the pipeline: {time.bubble:.3g} s")
-    hours = time.epoch_hours
-    if hours is None:
-        images = 1e6 / time.images_per_s / 3600
-        cost = "" if price is None else f", cost {images * time.gpus * price:.4g}"
-        lines.append(f"  10^6 images: {duration(images * 3600)}, {images * time.gpus:.4g} GPU-hours{cost}")
-    else:
-        cost = "" if price is None else f", cost {time.cost(price):.4g}"
-        lines.append(
-            f"  an epoch of {time.epoch_samples} images: {duration(hours * 3600)}, "
-            f"{hours * time.gpus:.4g} GPU-hours{cost}"
-        )
-    return lines

@@ -9,25 +9,17 @@ by the weights that the run began from, and by the trained ones. Guidance uses t
 
 from __future__ import annotations
 
-import functools
-import gc
-import itertools
-import json
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from pipeline.base.errors import CacheError, ConfigError, UserError, writing
-from pipeline.base.hub import listed, open_tensors, resolve
-from pipeline.base.launch import check_compiler, gpus, resolve_device, set_tf32
+from pipeline.base.hub import open_tensors, resolve
+from pipeline.base.launch import check_compiler, resolve_device, set_tf32
 from pipeline.base.metrics.trackers import PictureTrackers
 from pipeline.config import Config
 from pipeline.data.cache.prompts import spread
@@ -38,24 +30,27 @@ from pipeline.data.signals.text import TextEncoding
 from pipeline.data.sources import caption_rules
 from pipeline.tools import outputs
 from pipeline.tools.locations import cache_location
-from pipeline.tools.reporting import draw_latents, encoder_process, run_pictures
-from pipeline.tools.reporting.draw_latents import DrawnLatent
+from pipeline.tools.reporting import draw_latents, drawing_folder, encoder_process, run_pictures
+from pipeline.tools.reporting.draw_latents import DrawnLatent, draw_columns, likeness
+from pipeline.tools.reporting.drawing_folder import (
+    BASE,
+    CONTROL,
+    DRAWN,
+    FOLDER,
+    RECONSTRUCTION,
+    Row,
+    file_name,
+    working,
+)
 from pipeline.tools.reporting.source_pictures import SourcePictures
 from pipeline.train.models.adapters import Adapter, adapter_from
 from pipeline.train.models.sampler import Sampling
 from pipeline.train.training import checkpoint as checkpoints
-from pipeline.train.training import lock
 from pipeline.train.training.base_weights import first_weights, whole_weights
 
-FOLDER = Path("samples")
-"""The folder of the pictures, unless another is given."""
-SHEET = "contact_sheet.png"
-TABLE = "samples.jsonl"
 CAPTIONS = 8
 """Captions of a snapshot that are drawn unless `--count` says otherwise."""
-_FIX = "--snapshot or --config with this model's encoders"
-CONTROL, RECONSTRUCTION, BASE, DRAWN = "control", "reconstruction", "base", "drawn"
-T = TypeVar("T")
+_FIX = "--snapshot NAME of a snapshot, or --config FILE, with this model's encoders"
 
 
 @dataclass(frozen=True)
@@ -99,15 +94,15 @@ def run(
     opened = cache.open_snapshot(snapshot)
     if controlled is not None and CONTROL not in opened.pictures:
         raise ConfigError(
-            f"{stored.folder} holds {controlled}, and snapshot {opened.id[:12]} has no control pictures",
-            fix="--snapshot NAME of one with them, or --prompt TEXT --control FILE",
+            f"{stored.folder} holds {controlled}, but snapshot {opened.id[:12]} has no control pictures",
+            fix="--snapshot NAME of a snapshot that has them, or --prompt TEXT --control FILE",
         )
     architecture, columns = stored.architecture, _columns(config, stored, scale, base)
     channels, text_width = opened.encoding(LatentEncoding).channels, opened.encoding(TextEncoding).width
     architecture.check_widths(f"snapshot {opened.id[:12]}", _FIX, channels=channels, text_width=text_width)
     wanted = min(count or CAPTIONS, len(opened))
     if wanted < (count or CAPTIONS):
-        _log(f"the snapshot has {wanted} samples: drawing {wanted} pictures")
+        _log(f"the snapshot has only {wanted} samples: drawing {wanted} pictures")
     _log(f"drawing {wanted} pictures with {stored} for captions of snapshot {opened.id[:12]}")
     chosen, device = spread(len(opened), wanted), _device(config)
 
@@ -118,8 +113,8 @@ def run(
             model, _sampling(config), config.sample.seed, opened, chosen, controlled=adapter is not None
         )
 
-    with _working(out) as work:
-        by_title = _drawn(columns, draw)
+    with working(out) as work:
+        by_title = draw_columns(columns, draw)
         drawn = by_title[DRAWN]
         controls = [each.control for each in drawn if each.control is not None]
         latents = {**({CONTROL: controls} if controls else {}), RECONSTRUCTION: [each.cached for each in drawn]}
@@ -178,96 +173,6 @@ def _first_weights(stored: checkpoints.ModelTensors) -> Mapping[str, Tensor] | N
         return None
 
 
-def _drawn(
-    columns: Mapping[str, Callable[[], Mapping[str, Tensor] | None]], draw: Callable[[str, dict[str, Tensor]], list[T]]
-) -> dict[str, list[T]]:
-    """Draw the columns that have weights; one model is in memory at a time. draw: (title, weights)."""
-    drawn = {}
-    for title, read in columns.items():
-        if (weights := read()) is not None:
-            drawn[title] = draw(title, dict(weights))
-        del weights
-        gc.collect()
-    return drawn
-
-
-def likeness(drawn: Sequence[DrawnLatent], hits: Sequence[bool], base: list[DrawnLatent] | None) -> Iterator[str]:
-    """Say what `draw_latents.nearest` returned, for people."""
-    count, right = len(hits), sum(hits)
-    before = f"; before the training {sum(draw_latents.nearest(base))}" if base is not None else ""
-    if count > 1:
-        yield (
-            f"likeness: {right} of {count} pictures are closer to the photo of their own caption than to the "
-            f"{count - 1} other photos{before}; chance alone gives about 1"
-        )
-    others = [f"{_file(number, DRAWN)}.png ({each.item})" for number, each in enumerate(drawn) if not hits[number]]
-    if others and right:
-        yield f"  closer to another photo: {listed(others)}"
-    if count > 1 and right < count:
-        yield "  photos of the same subject resemble each other: among them a low number is no failure"
-
-
-def _file(number: int, title: str) -> str:
-    """Return the file name of a picture, without its ending."""
-    return f"{number:04d}" + ("" if title == DRAWN else f"-{title}")
-
-
-def _drawn_there(out: Path) -> set[Path]:
-    """The pictures of the drawing in a folder, if there is one."""
-    try:
-        lines = (out / TABLE).read_text(encoding="utf-8").splitlines()
-        stems = {Path(json.loads(line)["file"]).stem for line in lines}
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
-    return {path for path in out.glob("*.png") if path.stem.partition("-")[0] in stems}
-
-
-def _free(work: Path) -> Path:
-    """`FOLDER`, or with a number the first next to it that is new, empty or holds the drawing in `work`; made."""
-    pictures = {path.name: path.read_bytes() for path in (work / "pictures").iterdir()}
-    for number in itertools.count(1):
-        out = FOLDER if number == 1 else FOLDER.with_name(f"{FOLDER.name}-{number}")
-        there = _drawn_there(out)
-        if not out.exists() or not any(out.iterdir()):
-            break
-        if (out / TABLE).exists() and {path.name for path in there} == set(pictures):
-            same_rows = (out / TABLE).read_bytes() == (work / TABLE).read_bytes()
-            if same_rows and all(path.read_bytes() == pictures[path.name] for path in there):
-                break
-    if out != FOLDER:
-        _log(f"{FOLDER} holds another drawing or other files: this one goes to {out}")
-    out.mkdir(parents=True, exist_ok=True)
-    return out
-
-
-@contextmanager
-def _working(out: Path | None) -> Iterator[Path]:
-    """A temporary folder in that of the pictures, made before anything is drawn.
-
-    Args:
-        out: None: `FOLDER`, or one next to it.
-
-    Raises:
-        UserError: it cannot be made; pictures of somebody else would be replaced.
-    """
-    if out is None:
-        with writing(FOLDER, "check the permissions, or give --out"):
-            with tempfile.TemporaryDirectory(prefix=f".{FOLDER.name}-partial-", dir=FOLDER.parent) as beside:
-                yield Path(beside)
-        return
-    if not (out / TABLE).exists() and (there := sorted(out.glob("[0-9][0-9][0-9][0-9]*.png"))):
-        raise UserError(
-            f"{out} holds pictures that `sample` did not draw",
-            expected=f"a folder with {TABLE}, or without pictures of such names",
-            found=there[0].name,
-            fix="another --out",
-        )
-    with writing(out, "check the permissions, or give another --out"):
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as work:
-            yield Path(work)
-
-
 def run_prompts(
     config: Config,
     checkpoint: str,
@@ -295,9 +200,9 @@ def run_prompts(
     outputs.check(config, FOLDER if out is None else out)
     config, stored, controlled = _trained(config, checkpoint, ema)
     if (controlled is None) != (control is None):
-        held = "a ControlNet, which draws with a control picture" if control is None else "no ControlNet"
+        kind = "a ControlNet, which draws with a control picture" if control is None else "no ControlNet"
         fix = "--control FILE" if control is None else "leave --control out"
-        raise ConfigError(f"{stored.folder} holds {held}", fix=fix)
+        raise ConfigError(f"{stored.folder} holds {kind}", fix=fix)
     latent, text = encodings_of(config, stored.document.state.snapshot)
     compression, channels = (
         (latent.compression, latent.channels) if latent else vae_shape(resolve(config.vae, ("config.json",)))
@@ -306,13 +211,13 @@ def run_prompts(
     stored.architecture.check_sides(*size, compression, "--height {height} --width {width}")
     for prompt in prompts:
         caption_rules.check_prompt(prompt, "--prompt")
-    with _working(out) as work:
+    with working(out) as work:
         encoded, drawn_from = encoder_process.encode_prompts(config, prompts, work, control, size)
         if text is not None and text != (configured := replace(encoded.encoding, storage=text.storage)):
             raise ConfigError(
                 f"{stored.folder} was trained with another text encoding (trained | configured)",
                 found="; ".join(text.difference(configured)),
-                fix="--config FILE, that of the training",
+                fix="--config FILE with the configuration of the training",
             )
         widths = {"channels": channels, "text_width": encoded.encoding.width}
         stored.architecture.check_widths("the configured encoders", _FIX, **widths)
@@ -326,7 +231,7 @@ def run_prompts(
             model = draw_latents.open_model(config.train, stored.architecture, weights, device, adapter)
             return draw_latents.draw_prompts(model, _sampling(config), config.sample.seed, encoded, shape, control)
 
-        latents = _drawn(columns, draw)
+        latents = draw_columns(columns, draw)
         if drawn_from is not None:
             latents = {CONTROL: [drawn_from.clone() for _ in range(len(encoded))], **latents}
         shared = {"height": size[0], "width": size[1], "seed": config.sample.seed}
@@ -339,33 +244,12 @@ def watch(config: Config, run: Path, *, once: bool = False) -> int:
     `run_pictures.Watcher.watch`."""
     set_tf32(config.train.tf32)
     trackers = PictureTrackers(config.train.trackers, _log)
-    device = beside_training(config.encode.device, run)
+    device = run_pictures.decoder_device(config.encode.device, run, _log)
     try:
         run_pictures.Watcher(config.vae, run, device, _log, trackers.log).watch(once=once)
     finally:
         trackers.close()
     return 0
-
-
-def beside_training(name: str, run: Path) -> Callable[[], torch.device]:
-    """Gives the decoder's device. `auto` takes the CPU from the moment that a training of this host is alive: a decoder
-    on the training's GPU takes 3 GiB that the training may need. Until a picture is decoded no GPU is opened."""
-    resolved = functools.cache(partial(resolve_device, option="encode.device", log=_log))
-    avoids = False
-    if name != "auto":
-        resolved(name)  # a wrong one is refused at the start
-
-    def device() -> torch.device:
-        nonlocal avoids
-        if name == "auto" and not avoids and gpus().count and (owner := lock.owner_here(run)) is not None:
-            avoids = True
-            _log(
-                f"decoding on the CPU, since {owner} trains in {run} and may need the GPU's memory; another GPU: "
-                "--set encode.device=cuda:1"
-            )
-        return resolved("cpu" if avoids else name)
-
-    return device
 
 
 def decode(config: Config, latents: Path, out: Path) -> int:
@@ -402,69 +286,35 @@ def encodings_of(config: Config, snapshot: str) -> tuple[LatentEncoding | None, 
     except CacheError:
         pass
     _log(
-        f"snapshot {snapshot[:12]} of the training is not in {config.cache}: the configured encoders are taken for "
-        "those of the training"
+        f"snapshot {snapshot[:12]} of the training is not in {config.cache}: assuming that it was made with the "
+        "configured encoders"
     )
     return None, None
 
 
 def decode_in_subprocess(config: Config, latents: Mapping[str, Sequence[Tensor]], work: Path) -> None:
     """Decode the latents of each column of the sheet to `work`/pictures."""
-    tensors = {_file(number, title): each for title, column in latents.items() for number, each in enumerate(column)}
-    encoder_process.decode(config, tensors, work)
+    named = {file_name(number, title): each for title, column in latents.items() for number, each in enumerate(column)}
+    encoder_process.decode(config, named, work)
 
 
 def publish(
     config: Config,
     latents: Mapping[str, Sequence[Tensor]],
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
     stored: checkpoints.ModelTensors,
     work: Path,
     out: Path | None,
     photos: SourcePictures | None = None,
 ) -> Path:
-    """Decode, and move the table, its pictures and the contact sheet into place, in this order: by the table a folder
-    is known as ours. Of an earlier drawing nothing stays in the folder.
+    """Decode, and move all into the folder of the pictures; see `drawing_folder.publish`.
 
     Args:
-        out: None: `FOLDER`, or a folder next to it if that holds another drawing (`_free`).
         latents: by title of their column.
-        rows: of the table, a picture each.
-        photos: of the first column, for rows with a `source`.
     """
-    from PIL import Image
-
-    from pipeline.tools.reporting.contact_sheet import SheetRow, contact_sheet
-
     decode_in_subprocess(config, latents, work)
     origin = {"checkpoint": stored.folder.name, "weights": stored.weights}
-    lines = [{"file": f"{_file(number, DRAWN)}.png", **row, **origin} for number, row in enumerate(rows)]
-    table = work / TABLE
-    table.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-    out = _free(work) if out is None else out
-    earlier = _drawn_there(out)
-    os.replace(table, out / TABLE)
-    for path in earlier - {out / path.name for path in (work / "pictures").iterdir()}:
-        path.unlink(missing_ok=True)
-    cards = []
-    for number, row in enumerate(rows):
-        size = row["height"], row["width"]
-        shown = [] if photos is None else [photos.cropped(row["source"], row["item"], size)]
-        for title in latents:
-            name = f"{_file(number, title)}.png"
-            os.replace(work / "pictures" / name, out / name)
-            with Image.open(out / name) as picture:
-                shown.append(picture.convert("RGB"))
-        cards.append(SheetRow(f"{number:04d}: {row['caption']}", tuple(shown)))
-    contact_sheet(cards, (*([] if photos is None else ["photo"]), *latents), out / SHEET)
-    last = f" to {_file(len(rows) - 1, DRAWN)}.png" if len(rows) > 1 else ""
-    seed = rows[0]["seed"]
-    _log(
-        f"pictures: {out / _file(0, DRAWN)}.png{last}, seed {seed} (--set sample.seed={seed + 1} draws others); "
-        f"captions: {out / TABLE}"
-    )
-    _log(f"contact sheet: {out / SHEET}")
-    return out / SHEET
+    return drawing_folder.publish(list(latents), [{**row, **origin} for row in rows], work, out, photos, _log)
 
 
 def _device(config: Config) -> torch.device:

@@ -8,11 +8,9 @@ Price: a snapshot must exist; `sana-pipe encode` and `sana-pipe bucket` make it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -34,9 +32,7 @@ from pipeline.tools.planning.predict import Data, Machine
 from pipeline.tools.planning.search import Search
 from pipeline.tools.reporting import run_pictures
 from pipeline.train.config import TrainConfig
-from pipeline.train.parallel.collectives import all_gather_objects, broadcast_from_rank_0
-from pipeline.train.parallel.config import ParallelConfig
-from pipeline.train.parallel.mesh import agreed_device, open_mesh, reopening
+from pipeline.train.parallel.mesh import agreed_device, reopening
 from pipeline.train.training import changes, checkpoint, summary
 from pipeline.train.training.assemble import objective_of
 from pipeline.train.training.build import architecture_of, text_layout
@@ -45,9 +41,6 @@ from pipeline.train.training.inputs import task_of
 from pipeline.train.training.task import Context, Log, Report, TrainingTask, WrittenConfiguration
 from pipeline.train.training.trainer import fit
 
-T = TypeVar("T")
-_PREDICTION_S = 300
-"""Seconds that the other processes wait at least, in addition to the usual ones, for the predictions of the first."""
 Choice = str | Path | None
 """The choice of a checkpoint or a file, as the command line names it."""
 
@@ -107,22 +100,6 @@ def _summarize(last: Path, snapshot: Snapshot, log: Log) -> None:
     if len(summaries := summary.rounds(last.parents[1])) > 1:
         for line in summary.table(summaries):
             log(line)
-
-
-def _for_the_smallest(config: Config, launch: Launch, machine: Machine, function: Callable[[Machine], T]) -> T:
-    """Return what the first process chooses for the smallest memory of all devices, on every process. It chooses
-    between two process groups, since a prediction opens one that sends nothing."""
-    opened, chosen = partial(open_mesh, launch, ParallelConfig(), torch.device("cpu")), Future[T]()
-    patience_s = max(_PREDICTION_S, config.patience_s)
-    with opened(patience_s=patience_s):
-        memory = min(all_gather_objects(machine.memory))
-    if launch.is_main:
-        try:
-            chosen.set_result(function(replace(machine, memory=memory)))
-        except Exception as error:
-            chosen.set_exception(error)
-    with opened(patience_s=patience_s):
-        return broadcast_from_rank_0(chosen.result)
 
 
 def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
@@ -256,7 +233,7 @@ def _decided(
 
     machine = auto.present(device, launch)
     if launch.world > 1 and config.train.undecided != ("compile",):
-        chosen, lines = _for_the_smallest(config, launch, machine, decide)
+        chosen, lines = auto.for_the_smallest(launch, machine, decide, config.patience_s)
     else:
         chosen, lines = decide(machine)
     chosen, more = auto.decide_compile(chosen, device, begun)

@@ -22,6 +22,7 @@ from pipeline.config import SHIPPED, load
 from pipeline.tools.planning import auto, extent, predict, search
 from pipeline.tools.planning.cost import LINK, Time
 from pipeline.tools.planning.predict import Data, Machine
+from pipeline.tools.planning.prediction_lines import time_lines
 from pipeline.tools.planning.recorder import Recorder
 from pipeline.tools.planning.trace import Shape, Traced, block_numbers, trace
 from pipeline.train.config import TrainConfig
@@ -304,8 +305,8 @@ def test_cost_is_that_of_all_gpus() -> None:
         [hours, 8 * hours, 16 * hours]
     )
     prediction: Any = SimpleNamespace(machine=Machine(gpus.card("h100"), 80 << 30, 8))
-    assert plan.time_lines(time, prediction, 2.0)[-1].endswith("1m40s, 0.2222 GPU-hours, cost 0.4444")
-    assert plan.time_lines(replace(time, epoch_samples=None), prediction, 2.0)[-1].endswith("GPU-hours, cost 69.44")
+    assert time_lines(time, prediction, 2.0)[-1].endswith("1m40s, 0.2222 GPU-hours, cost 0.4444")
+    assert time_lines(replace(time, epoch_samples=None), prediction, 2.0)[-1].endswith("GPU-hours, cost 69.44")
 
 
 @pytest.mark.parametrize(("gpus", "nodes"), [(1, 1), (8, 1), (12, 2), (16, 2), (64, 8), (11, 11)])

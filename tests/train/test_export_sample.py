@@ -32,7 +32,7 @@ from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.signals.text import TextEncoding
 from pipeline.data.sources.source import Unreadable
 from pipeline.tools.demo import small_models
-from pipeline.tools.reporting import draw_latents, encoder_process
+from pipeline.tools.reporting import draw_latents, drawing_folder, encoder_process
 from pipeline.tools.reporting import source_pictures as reading
 from pipeline.tools.reporting.contact_sheet import SheetRow, contact_sheet
 from pipeline.tools.reporting.export_readme import call_arguments, readme
@@ -633,13 +633,13 @@ def test_the_likeness_says_its_numbers_and_what_a_low_one_means() -> None:
 
     better, worse = of(20.0), of(0.0)
     assert draw_latents.nearest(worse) == [True, True, False]
-    first, others, meaning = sample.likeness(worse, [True, True, False], None)
+    first, others, meaning = draw_latents.likeness(worse, [True, True, False], None)
     assert numbers(first) == [2, 3, 2, 1] and others.endswith("0002.png (2.jpg)") and not numbers(meaning)
-    [first] = sample.likeness(better, [True] * 3, worse)
+    [first] = draw_latents.likeness(better, [True] * 3, worse)
     assert numbers(first) == [3, 3, 2, 2, 1], "all of them, and two before the training: nothing is to be explained"
-    first, same = sample.likeness(worse, [False] * 3, None)
+    first, same = draw_latents.likeness(worse, [False] * 3, None)
     assert numbers(first)[:2] == [0, 3] and same == meaning, "photographs of one subject: what 0 means, no list"
-    assert list(sample.likeness(better[:1], [True], None)) == [], "one picture has no other to resemble"
+    assert list(draw_latents.likeness(better[:1], [True], None)) == [], "one picture has no other to resemble"
 
 
 PROMPTS = ["A red CUBE", "a lighthouse\nat sea", "a red cube"]
@@ -758,7 +758,7 @@ def test_a_missing_source_leaves_a_gap_on_the_sheet(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def here(config: Config, by_column: Any, work: Path) -> None:  # another process would cost seconds
-        for i in range(len(by_column[sample.DRAWN])):
+        for i in range(len(by_column[drawing_folder.DRAWN])):
             for name in (f"{i:04d}", f"{i:04d}-reconstruction"):
                 (work / "pictures").mkdir(exist_ok=True)
                 Image.new("RGB", (80, 48), (9, 9, 9)).save(work / "pictures" / f"{name}.png")

@@ -224,8 +224,8 @@ def test_the_gpu_is_left_to_a_training_that_is_alive_on_this_host(
         chosen.append(name)
         return torch.device("cpu")
 
-    monkeypatch.setattr(stages.sample, "gpus", lambda: Gpus(2))
-    monkeypatch.setattr(stages.sample, "resolve_device", resolve)
+    monkeypatch.setattr(run_pictures, "gpus", lambda: Gpus(2))
+    monkeypatch.setattr(run_pictures, "resolve_device", resolve)
     monkeypatch.setattr(Watcher, "watch", lambda self, once: self.device())
     config = config.model_copy(update={"encode": config.encode.model_copy(update={"device": asked})})
     plant(run, replace(ELSEWHERE, host=host), untouched_s=untouched_s)
@@ -247,12 +247,12 @@ def test_a_watcher_leaves_the_gpu_when_a_training_begins(
         loaded.append(device.type)
         return SimpleNamespace(device=device, decode=lambda latents: np.zeros((1, 8, 8, 3), np.uint8))
 
-    monkeypatch.setattr(stages.sample, "gpus", lambda: Gpus(1))
+    monkeypatch.setattr(run_pictures, "gpus", lambda: Gpus(1))
     monkeypatch.setattr(
-        stages.sample, "resolve_device", lambda name, **options: torch.device("cpu" if name == "cpu" else "cuda:0")
+        run_pictures, "resolve_device", lambda name, **options: torch.device("cpu" if name == "cpu" else "cuda:0")
     )
     monkeypatch.setattr(encoders.LatentDecoder, "load", load)
-    watcher = Watcher(config.vae, run, stages.sample.beside_training("auto", run), lambda line: None)
+    watcher = Watcher(config.vae, run, run_pictures.decoder_device("auto", run, lambda line: None), lambda line: None)
     draw(run, 1, encoding)
     assert watcher.decode_new(threading.Event()) == 1 and loaded == ["cuda"]
     plant(run, replace(ELSEWHERE, host=platform.node()))

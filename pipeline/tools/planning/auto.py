@@ -3,7 +3,7 @@
 `decide` searches the first three (`Search.choose`), `decide_compile` decides the last; nothing else gives them values.
 A resumed run on as many processes keeps the values of its checkpoint. On a CPU, whose memory is no limit, microbatch
 and checkpointing are `FIXED`; for `parallel` it may use half of the main memory, divided by the node's processes. In a
-launch the first process decides, for the smallest memory of all (`stages.train`).
+launch the first process decides, for the smallest memory of all (`for_the_smallest`).
 Price: up to a minute of CPU time for Sana 1.6B at the first start, by the number of options.
 """
 
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -24,10 +26,14 @@ from pipeline.base.options import value_at
 from pipeline.tools.planning.predict import Machine, least_nodes
 from pipeline.tools.planning.search import MARGIN, Search
 from pipeline.train.config import TrainConfig
+from pipeline.train.parallel.collectives import all_gather_objects, broadcast_from_rank_0
 from pipeline.train.parallel.config import ParallelConfig
-from pipeline.train.parallel.mesh import check_sizes
+from pipeline.train.parallel.mesh import check_sizes, open_mesh
 from pipeline.train.training.remedies import changed
 
+T = TypeVar("T")
+PREDICTION_S = 300
+"""Seconds that the other processes wait at least, in addition to the usual ones, for the predictions of the first."""
 BARE_CONTEXT = 450 << 20
 """Bytes of a CUDA context before a library is used; an estimate."""
 FIXED: dict[str, Any] = {"microbatch": 8, "activation_checkpointing": "full"}
@@ -163,6 +169,22 @@ def _uncompiled(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return None if torch.cuda.get_device_capability(device) >= (8, 0) else "compute capability below 8.0"
+
+
+def for_the_smallest(launch: Launch, machine: Machine, choose: Callable[[Machine], T], patience_s: float) -> T:
+    """Return, on every process, what the first chooses for the smallest memory of all devices. It chooses between two
+    process groups, since a prediction opens one that sends nothing."""
+    opened, chosen = partial(open_mesh, launch, ParallelConfig(), torch.device("cpu")), Future[T]()
+    patience_s = max(PREDICTION_S, patience_s)
+    with opened(patience_s=patience_s):
+        memory = min(all_gather_objects(machine.memory))
+    if launch.is_main:
+        try:
+            chosen.set_result(choose(replace(machine, memory=memory)))
+        except Exception as error:
+            chosen.set_exception(error)
+    with opened(patience_s=patience_s):
+        return broadcast_from_rank_0(chosen.result)
 
 
 def present(device: torch.device, launch: Launch) -> Machine:

@@ -7,22 +7,29 @@ stage, because tests and reports use the check, too. The model is in memory whil
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pipeline.base.hub import listed
 from pipeline.data.cache.prompts import PromptSet
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.cache.snapshot_head import TextPlace
 from pipeline.data.cache.snapshot_samples import Caption, Sample
 from pipeline.data.loader.loader import bf16
 from pipeline.data.signals.text import TextEncoding
+from pipeline.tools.reporting.drawing_folder import DRAWN, file_name
 from pipeline.train.config import TrainConfig
 from pipeline.train.models.adapters import Adapter
 from pipeline.train.models.sampler import Sampling, noise_of, prompt_noise, sample
 from pipeline.train.models.spec import ModelSpec
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,40 @@ def nearest(drawn: list[DrawnLatent]) -> list[bool]:
         for latents in ([d.latent for d in drawn], [d.cached for d in drawn])
     )
     return (torch.cdist(ours, theirs).argmin(dim=1) == torch.arange(len(drawn))).tolist()
+
+
+def likeness(drawn: Sequence[DrawnLatent], hits: Sequence[bool], base: list[DrawnLatent] | None) -> Iterator[str]:
+    """Say for people what `nearest` returned. base: drawn by the weights before the training."""
+    count, right = len(hits), sum(hits)
+    before = f"; before the training {sum(nearest(base))}" if base is not None else ""
+    if count > 1:
+        yield (
+            f"likeness: {right} of {count} pictures are closer to the photo of their own caption than to the "
+            f"{count - 1} other photos{before}; chance alone gives about 1"
+        )
+    others = [f"{file_name(number, DRAWN)}.png ({each.item})" for number, each in enumerate(drawn) if not hits[number]]
+    if others and right:
+        yield f"  closer to another photo: {listed(others)}"
+    if count > 1 and right < count:
+        yield "  photos of the same subject resemble each other, so a low number is no failure with them"
+
+
+def draw_columns(
+    columns: Mapping[str, Callable[[], Mapping[str, Tensor] | None]], draw: Callable[[str, dict[str, Tensor]], list[T]]
+) -> dict[str, list[T]]:
+    """Draw the columns of a contact sheet that have weights; one model is in memory at a time.
+
+    Args:
+        columns: title -> reads the weights (None: there are none).
+        draw: (title, weights) -> what is drawn.
+    """
+    drawn = {}
+    for title, read in columns.items():
+        if (weights := read()) is not None:
+            drawn[title] = draw(title, dict(weights))
+        del weights
+        gc.collect()
+    return drawn
 
 
 class SnapshotTensors:

@@ -9,20 +9,24 @@ directory, and may run on a CPU or another GPU.
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.base.disk import replacing
 from pipeline.base.errors import ConfigError, UserError, not_permitted, writing
+from pipeline.base.launch import gpus, resolve_device
 from pipeline.base.processes import catching, shown
 from pipeline.data.cache import layout
 from pipeline.data.encoders.config import VaeConfig
 from pipeline.data.signals.latent import LatentEncoding
+from pipeline.train.training import lock
 
 if TYPE_CHECKING:
     import torch
@@ -358,3 +362,25 @@ class Watcher:
 def decode_command(run: Path) -> str:
     """The command that decodes what is not decoded yet, as a user types it."""
     return shown("sample", "--watch", str(run), "--once")
+
+
+def decoder_device(name: str, run: Path, log: Callable[[str], None]) -> Callable[[], torch.device]:
+    """Give the decoder's device, anew for each picture. `auto` takes the CPU from the moment that a training of this
+    host is alive: a decoder on the training's GPU takes 3 GiB that the training may need. Until a picture is decoded no
+    GPU is opened."""
+    resolved = functools.cache(partial(resolve_device, option="encode.device", log=log))
+    avoids = False
+    if name != "auto":
+        resolved(name)  # a wrong one is refused at the start
+
+    def device() -> torch.device:
+        nonlocal avoids
+        if name == "auto" and not avoids and gpus().count and (owner := lock.owner_here(run)) is not None:
+            avoids = True
+            log(
+                f"decoding on the CPU, because {owner} trains in {run} and may need the GPU's memory; to decode on "
+                "another GPU: --set encode.device=cuda:1"
+            )
+        return resolved("cpu" if avoids else name)
+
+    return device
