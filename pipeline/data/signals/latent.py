@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatentEncoding(PictureSignal):
-    """Values of a latent: bf16(encoder(image in [-1, 1]) * scaling_factor in fp32), shape (channels, H/f, W/f)."""
+    """Values of a latent: bf16((encoder(image in [-1, 1]) - shift_factor) * scaling_factor in fp32), shape (channels,
+    H/f, W/f). The defaults are Sana's VAE, and do not enter ids."""
 
     kind: ClassVar[str] = "latent"
     noun: ClassVar[str] = "images"
@@ -29,7 +30,12 @@ class LatentEncoding(PictureSignal):
     channels: int = 32
     dtype: str = "fp32"
     scaling_factor: float = 0.41407
+    shift_factor: float = 0.0
     tiling: bool = False
+
+    def values(self) -> dict[str, Any]:
+        # as before the field existed, for the ids of snapshots, and for versions that do not know it
+        return {name: value for name, value in super().values().items() if name != "shift_factor" or value}
 
     def shape(self, height: int, width: int) -> tuple[int, ...]:
         return self.channels, height // self.compression, width // self.compression
