@@ -129,7 +129,7 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
             f"{row['height']:>5}x{row['width']:<5} {row['samples']:>9} {row['batch']:>6} {row['steps']:>12.2f} "
             f"{row['crop']:>10.1%}" + (f"  {row['note']}" if row["note"] else "")
         )
-    kinds = f" with {', '.join(further)}" if (further := report["further"]) else ""
+    kinds = f" with {', '.join(more)}" if (more := report["controls_and_masks"]) else ""
     click.echo(f"{report['samples']} samples{kinds}, {report['steps_per_epoch']:.2f} optimizer steps per epoch")
     if report["repeated_pictures"] and not any(each["left_out"] for each in report["duplicates"]):
         click.echo(

@@ -32,6 +32,7 @@ from pipeline.config import LOCAL_NAME, Config, load, load_given, read_tree, val
 from pipeline.data.cache.cache import check_source_name
 from pipeline.data.cache.files import Files
 from pipeline.data.cache.keys import fixed
+from pipeline.data.encoders.text_kind import max_length, normalisation
 from pipeline.data.encoding import estimate, refusals, scan_rows, survey, understood
 from pipeline.data.encoding.picture_commands import ALL_PICTURES
 from pipeline.data.encoding.reading import settles
@@ -41,7 +42,7 @@ from pipeline.data.images import buckets
 from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.signals.text import TextEncoding
 from pipeline.data.snapshots.selection import is_held_out
-from pipeline.data.sources import further, name_patterns
+from pipeline.data.sources import controls_and_masks, name_patterns
 from pipeline.data.sources.detect import open_source
 from pipeline.data.sources.reject_kinds import Kinds
 from pipeline.data.sources.source import Place, Source
@@ -256,9 +257,9 @@ def _add_reading(made: Recommendation, looked: Sequence[_Looked], data: Sequence
         )
     for field in filter(None, fields):
         made.add("data.caption_field", field, "the column that holds the captions")
-    if any(each.taken.further.get(name_patterns.MASK) for each in looked):
+    if any(each.taken.controls_and_masks.get(name_patterns.MASK) for each in looked):
         made.add("train.mask", {}, "the pictures have masks: what is white in them is learned")
-    if any(each.taken.further.get(name_patterns.CONTROL) for each in looked):
+    if any(each.taken.controls_and_masks.get(name_patterns.CONTROL) for each in looked):
         made.notes.append(
             f"control pictures are encoded, and {made.purpose} training does not use them: docs/guides/controlnet.md"
         )
@@ -266,7 +267,7 @@ def _add_reading(made: Recommendation, looked: Sequence[_Looked], data: Sequence
 
 def _taken(each: _Looked, config: Config) -> list[str]:
     """Say what a source was taken for, with captions as the file makes them."""
-    return each.taken.lines(config.data, config.text.prompting)
+    return each.taken.lines(config.data, normalisation(config.text))
 
 
 def _facts(config: Config, looked: Sequence[_Looked], machine: Machine | None, gpus: int) -> Facts:
@@ -379,7 +380,10 @@ def _check_usable(looked: Sequence[_Looked]) -> None:
     """Raise a UserError, with the reasons, if no picture is usable."""
     if looked and not any(each.usable.num_rows for each in looked):
         reasons = [line.strip() for each in looked for line in each.rejected.ranked().lines()]
-        advice = [each.taken.remedy or further.remedy(each.source.further, each.rejected.counts) for each in looked]
+        advice = [
+            each.taken.remedy or controls_and_masks.remedy(each.source.controls_and_masks, each.rejected.counts)
+            for each in looked
+        ]
         raise UserError(
             "no picture is usable",
             expected="pictures with captions, or with the trigger word in their place",
@@ -412,7 +416,7 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
         NothingFitsError: nothing fits into the card, as predicted.
     """
     data = replace(
-        Data.configured(config.model, config.data, config.bucket, config.text.max_length), samples=made.trained
+        Data.configured(config.model, config.data, config.bucket, max_length(config.text)), samples=made.trained
     )
     shape = predict.architecture(config.model, config.data.resolution, data)
     lines, step = list[str](), None
@@ -443,7 +447,7 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
 
 def _cache_bytes(config: Config, looked: _Looked) -> int:
     """Bytes of a source in the cache, by Sana's encoders; tokens by the length of a caption."""
-    latent, text = LatentEncoding(), TextEncoding(max_length=config.text.max_length)
+    latent, text = LatentEncoding(), TextEncoding(max_length=max_length(config.text))
     work = estimate.wanted(looked.table, None, [latent, text], buckets.table(config.data, latent.compression))
 
     def count(texts: Sequence[str]) -> list[int]:

@@ -104,10 +104,10 @@ Truth = dict[str, Trained]
 """Item -> what it is trained with."""
 
 
-def said(names: list[str], text: Callable[[int], str] = sentence, **further: bool) -> Truth:
+def said(names: list[str], text: Callable[[int], str] = sentence, **kinds: bool) -> Truth:
     """One caption for each picture, and its mask and control where they are there."""
     return {
-        name: alone(text(number), *(number if further.get(kind) else None for kind in ("mask", "control")))
+        name: alone(text(number), *(number if kinds.get(kind) else None for kind in ("mask", "control")))
         for number, name in enumerate(names)
     }
 
@@ -325,9 +325,9 @@ def trained(cache: Cache) -> Truth:
         assert document is not None
         rows = cache.table(document["table"]).select(["item", "pictures"]).to_pylist()
         for row in rows:
-            for further in row["pictures"] or ():
-                if further["kind"] == "control" and further["item"]:
-                    controls[source, row["item"]] = further["item"]
+            for picture in row["pictures"] or ():
+                if picture["kind"] == "control" and picture["item"]:
+                    controls[source, row["item"]] = picture["item"]
     for row in range(len(snapshot)):
         sample, (source, item) = snapshot.sample(row), snapshot.source_item(row)
         whole = sum(caption.weight for caption in sample.captions)

@@ -90,18 +90,18 @@ def field_at(section: type[BaseModel], location: Sequence[str | int]) -> tuple[s
     """The deepest option on the way to `location`, its field, and the names that are valid next to the last element."""
     option: Sequence[str | int] = ()
     above: type[BaseModel] | None = section
-    field, beside, is_element = None, list[str](), False  # is_element: of a mapping or a list of sections
+    field, siblings, is_element = None, list[str](), False  # is_element: of a mapping or a list of sections
     for depth, part in enumerate(location, 1):
         if is_element:
             is_element = False
             continue
-        beside = [] if above is None else list(above.model_fields)
+        siblings = [] if above is None else list(above.model_fields)
         below = None if above is None else above.model_fields.get(str(part))
         if below is None:
             break
         option, field = location[:depth], below
         above, is_element = section_of(below), holds_several(below)
-    return ".".join(map(str, option)), field, beside
+    return ".".join(map(str, option)), field, siblings
 
 
 def values_of(field: FieldInfo) -> str:

@@ -96,7 +96,7 @@ def cache(made_once: Callable[..., Path]) -> Callable[[int], Path]:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("shipped", STARTED, ids=lambda shipped: f"{shipped.name}-{shipped.card}")
-def test_training_fits_its_card_beside_a_desktop(
+def test_training_fits_its_card_with_a_desktop_on_it(
     shipped: Shipped, cache: Callable[[int], Path], tmp_path: Path
 ) -> None:
     """Edits: leave `reduce_each_microbatch` out of the command in training-big.md (17 retries); keep a tensor of each
@@ -156,7 +156,7 @@ SHARES = {
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("card", SHARES)
-def test_a_share_of_a_configuration_fits_its_card_beside_a_desktop(card: str) -> None:
+def test_a_share_of_a_configuration_fits_its_card_with_a_desktop_on_it(card: str) -> None:
     """Edit: a tensor of each step that is kept (in `TrainStep.__call__`)."""
     given = [share.given() for share in SHARES[card]]
     words = ("-m", "tests.cuda.one_of_many", card, json.dumps(given))

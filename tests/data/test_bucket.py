@@ -597,7 +597,7 @@ def test_drop_says_what_becomes_of_the_rest(root: Path, capsys: pytest.CaptureFi
     assert notes[16, 24].startswith("3 samples are skipped, different ones each epoch")
 
 
-def test_a_snapshot_of_an_option_that_is_gone_is_refused_with_the_way_out(root: Path) -> None:
+def test_a_snapshot_of_a_removed_option_is_refused_with_the_way_out(root: Path) -> None:
     of = config(root)
     cache = add(of, "one", pictures(40))
     stages.bucket.run(of)

@@ -155,7 +155,7 @@ def test_two_who_saw_it_grow_stale_rarely_both_have_it(
     assert second.take(*UNIT) == "alive"
 
 
-def test_a_claim_beats_while_it_lasts_and_is_gone_afterwards(tmp_path: Path) -> None:
+def test_a_claim_beats_while_it_lasts_and_is_removed_afterwards(tmp_path: Path) -> None:
     owner, watcher = Claims(Files(tmp_path), 0.3), Claims(Files(tmp_path), 0.3)
     owner.take(*UNIT)
     seen = set()

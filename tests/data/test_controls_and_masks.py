@@ -214,7 +214,7 @@ def made(samples: Samples, make_config: MakeConfig, made_once: Callable[..., Pat
         stages.encode.run(config, data)
         stages.bucket.run(config)
 
-    return made_once("further", make)
+    return made_once("controls and masks", make)
 
 
 SUFFIXES = ("data.pictures.control.suffix=.control", "data.pictures.mask.suffix=-masklabel")
@@ -416,7 +416,7 @@ def test_only_what_has_changed_is_made_again(copied: Path, make_config: MakeConf
     assert changed == ["00.png"]
 
 
-def test_a_cache_gets_further_pictures_without_latents(
+def test_a_cache_gets_controls_and_masks_without_latents(
     samples: Samples, made: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     """A source is read as before, so that the settings need not be given again."""
@@ -582,7 +582,7 @@ def test_settings_that_do_not_go_together(samples: Samples, make_config: MakeCon
         stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.column=edges"), data)
 
 
-def test_further_pictures_that_a_training_does_not_use_are_noted(
+def test_controls_and_masks_that_a_training_does_not_use_are_noted(
     made: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, unused in (([], {"mask", "control"}), (["train.mask={}"], {"control"})):

@@ -144,7 +144,7 @@ def test_a_held_out_part_without_dedup_lists_the_groups_that_it_keeps_whole(
 
 
 @pytest.mark.parametrize("form", ["{}", "all: {}"])
-def test_a_picture_that_is_kept_by_name_stays_beside_the_one_of_its_group(
+def test_a_picture_that_is_kept_by_name_stays_next_to_the_one_of_its_group(
     form: str, bucket: Callable[..., tuple[set[str], Any]]
 ) -> None:
     before, _ = bucket("bucket.dedup=near")

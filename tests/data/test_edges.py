@@ -125,7 +125,7 @@ def test_a_column_that_no_row_has_is_named_with_the_nearest() -> None:
         rule(weights, {"long": "clpi"}).check_seen()
 
 
-def test_a_named_column_beside_text_files_alone_is_an_error_and_the_default_is_not() -> None:
+def test_a_named_column_next_to_text_files_alone_is_an_error_and_the_default_is_not() -> None:
     CaptionRule(seen={"txt"}).check_seen()
     rule = CaptionRule(DataConfig(caption_field="caption"))
     rule.text_file("a cat")

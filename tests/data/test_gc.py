@@ -923,7 +923,7 @@ def test_a_refused_start_names_nothing(
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut"])
-def test_encode_makes_records_again_whose_shard_is_gone(
+def test_encode_makes_records_again_whose_shard_is_missing(
     damage: str, small_cache_copy: Path, make_config: MakeConfig, photos: Path
 ) -> None:
     config = make_config(small_cache_copy.parent)

@@ -64,7 +64,7 @@ def test_new_snapshots_of_an_earlier_cache(golden: Path, figures: dict[str, Any]
     assert made == figures["snapshots"]
 
 
-def test_an_earlier_cache_is_encoded_further(golden: Path) -> None:
+def test_an_earlier_cache_is_continued(golden: Path) -> None:
     of, cache = config(golden), Cache(golden / "cache")
     before = cache.open_snapshot(stages.bucket.run(of))
     encodings = (synthetic.LATENT, synthetic.text_encoding(of))

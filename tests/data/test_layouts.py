@@ -115,7 +115,7 @@ def test_names_say_what_pictures_are_controls_and_masks(case: str) -> None:
     ]
     rows = sorted(rows) if case != "numbers" else [(name.format(n), False) for name in bare for n in range(4)]
     items, has = (pa.chunked_array([list(column)]) for column in zip(*rows, strict=True))
-    found = name_patterns.further(items, has)
+    found = name_patterns.controls_and_masks(items, has)
     assert [(each.kind, each.way, each.value) for each in found] == expected
     assert [each.count for each in found] == [4] * len(expected)
 
@@ -218,7 +218,7 @@ def test_masks_of_another_name_than_those_that_need_not_be_there_are_refused_wit
     assert "mask pictures: 4 of 4" in capsys.readouterr().out
 
 
-def test_control_pictures_beside_those_that_are_used_do_not_get_the_trigger_word(tmp_path: Path) -> None:
+def test_control_pictures_next_to_those_that_are_used_do_not_get_the_trigger_word(tmp_path: Path) -> None:
     from stages import init
 
     four_folders(tmp_path / "data")
@@ -330,7 +330,7 @@ PARTS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("file", PARTS)
-def test_pictures_that_a_table_beside_them_does_not_name_are_said_to_be_left_out(
+def test_pictures_that_a_table_next_to_them_does_not_name_are_said_to_be_left_out(
     file: str, tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not where it names all, nor where the user names the table."""
@@ -532,7 +532,7 @@ def test_run_without_a_configuration_says_that_it_trains_the_whole_model(
     assert "whole model" not in capsys.readouterr().out
 
 
-def test_a_folder_below_a_split_has_the_masks_of_the_folder_beside_it(
+def test_a_folder_below_a_split_has_the_masks_of_the_folder_next_to_it(
     tmp_path: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not those of pictures of the same name in another folder; a kind in another folder finds only its pictures."""
@@ -550,7 +550,7 @@ def test_a_folder_below_a_split_has_the_masks_of_the_folder_beside_it(
     assert "mask pictures: 4 of 8" in said and "control pictures: 0 of 8" in said
 
 
-def test_the_tables_of_links_beside_tars_are_no_second_kind_and_the_fix_for_two_kinds_works(tmp_path: Path) -> None:
+def test_the_tables_of_links_next_to_tars_are_no_second_kind_and_the_fix_for_two_kinds_works(tmp_path: Path) -> None:
     """Tables with pictures are, whatever their names: each kind is a pattern then, which any command takes."""
     img2dataset(tmp_path / "tars")
     links = pa.table({"url": ["http://x/y.jpg"] * COUNT, "caption": SENTENCES})
@@ -600,7 +600,7 @@ def test_a_large_scan_is_not_copied_to_see_what_it_was_taken_for(
         pa.set_memory_pool(before)
     assert (taken.usable, taken.captioned) == (rows // 2, rows // 2)
     assert len(taken.captions) == understood.SHOWN and taken.captions[-1][0] == columns["item"][rows - 2]
-    assert list(taken.further.values()) in ([], [rows // 2])
+    assert list(taken.controls_and_masks.values()) in ([], [rows // 2])
     assert pool.max_memory() < 1 << 20 < scan.nbytes / 20
 
 

@@ -191,7 +191,7 @@ def _ends(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
-def test_a_mirror_that_holds_everything_is_planned_for_no_further_than_a_bound(
+def test_a_mirror_that_holds_everything_is_planned_up_to_a_bound(
     disk: Cache, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_prefetch, "STEPS", 90)

@@ -187,7 +187,7 @@ def test_a_file_that_says_something_else_changes_what_it_names(tmp_path: Path) -
     assert without.data.pictures.control == load("tiny", ["data.pictures.control.folder=poses"]).data.pictures.control
 
 
-def test_a_further_picture_of_no_place_names_the_options(tmp_path: Path) -> None:
+def test_a_control_picture_without_a_place_names_the_options(tmp_path: Path) -> None:
     plain = file(tmp_path, "plain.yaml", "{}")
     for scan in (None, read(None, plain, SET)[1]):
         with pytest.raises(ConfigError, match=naming("data.pictures.mask.suffix", "--set", "pictures")):

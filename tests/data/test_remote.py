@@ -406,7 +406,7 @@ def test_a_listing_that_is_not_whole_is_an_error(
 
 
 @pytest.mark.parametrize("status", ["403", "405", "501"])
-def test_a_web_server_that_lists_no_folders_has_no_names_beside_its_tars(ranged_server: Server, status: str) -> None:
+def test_a_web_server_that_lists_no_folders_has_no_names_next_to_its_tars(ranged_server: Server, status: str) -> None:
     filesystem = opened(f"{ranged_server.url}/tars/s-{{0,1}}.tar", PATIENCE_S).filesystem
     assert filesystem.names("")
     ranged_server.broken, ranged_server.how = "/tars/", status
@@ -414,7 +414,7 @@ def test_a_web_server_that_lists_no_folders_has_no_names_beside_its_tars(ranged_
     assert filesystem.names("") == []
 
 
-def test_a_folder_that_was_listed_and_is_gone_is_an_error(ranged_server: Server) -> None:
+def test_a_folder_that_was_listed_and_is_missing_is_an_error(ranged_server: Server) -> None:
     ranged_server.broken, ranged_server.how = "/folder/", "404"
     with pytest.raises(UserError, match="cannot be listed"):
         list(RemoteFilesystem(ranged_server.url, PATIENCE_S).find())
@@ -454,7 +454,7 @@ def test_who_may_not_read_learns_how_to_pass_credentials(ranged_server: Server, 
     assert ".netrc" in str(refused.value.fix)
 
 
-def test_a_server_that_is_gone_has_no_empty_listing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_has_no_empty_listing(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for address, what in (("http://127.0.0.1:9/x", "listed"), ("http://127.0.0.1:9/x/{0..1}.tar", "read")):
         with pytest.raises(UserError, match=f"cannot be {what}") as refused:
             list(opened(address, PATIENCE_S).items())

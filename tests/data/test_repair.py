@@ -159,7 +159,7 @@ def test_a_snapshot_refers_to_latents_captions_and_the_null_record(cache: Cache)
         assert (found == as_keys([place.key])).all() and len(found) == 1
 
 
-def test_a_second_damage_beside_a_replaced_record_is_repaired(cache: Cache, verified: Callable[..., Any]) -> None:
+def test_a_second_damage_next_to_a_replaced_record_is_repaired(cache: Cache, verified: Callable[..., Any]) -> None:
     same, other, (path, rows, _) = encoder(cache, 0), encoder(cache, 1), latents(cache)
     whole = path.read_bytes()
     plans = lambda: len(cache.plans(cache.encodings("latent")[0].name))  # noqa: E731
@@ -460,7 +460,7 @@ def test_an_adopted_shard_is_taken_over_again(
     assert here.read_bytes() == intact
 
 
-def test_where_an_adopted_shard_is_is_said_beside_where_its_source_may_be(
+def test_where_an_adopted_shard_is_is_said_next_to_where_its_source_may_be(
     adopted: tuple[Config, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of, here, _ = adopted

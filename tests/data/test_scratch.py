@@ -289,7 +289,7 @@ def test_samples_of_an_earlier_snapshot_are_found_and_their_pictures_stay(folder
     )
 
 
-def test_samples_that_are_selected_are_beside_the_cache(
+def test_samples_that_are_selected_are_next_to_the_cache(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = Cache(tmp_path / "cache", create=True)

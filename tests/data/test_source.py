@@ -659,7 +659,7 @@ def test_captions_of_a_listing_in_temporary_files_are_those_of_the_names(
         for start in range(0, len(listing), 7):
             stop = min(start + 7, len(listing))
             keys = listing.keys(start, stop)
-            files = [[name for kind in sorted(each) for name in each[kind]] for each in listing.beside(keys)]
+            files = [[name for kind in sorted(each) for name in each[kind]] for each in listing.next_to(keys)]
             assert dict(zip(keys, files, strict=True)) == {name: expected[name] for name in keys}
         orphans = listing.orphans.counts
         assert orphans == {f".{kind} file without a picture": count for kind, count in left.items() if count}
@@ -897,7 +897,7 @@ def test_annotations_of_coco_and_llava_are_named_with_the_form_to_write(tmp_path
     assert '{"image": FILE, "text": CAPTION}' in str(caught.value.expected)
 
 
-def test_annotations_beside_pictures_with_captions_are_no_error(tmp_path: Path) -> None:
+def test_annotations_next_to_pictures_with_captions_are_no_error(tmp_path: Path) -> None:
     put(tmp_path, c_dot_json=annotation_files()["captions"][1], a_dot_jpg=b"a", a_dot_txt="a")
     assert len(listed(tmp_path)[0]) == 1
     rows = [{"image": "a.jpg", "images": [{}], "annotations": [{}], "text": "t", "conversations": []}]

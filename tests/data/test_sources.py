@@ -146,7 +146,7 @@ def test_a_caption_that_was_not_reached_is_not_missing(tmp_path: Path, monkeypat
     assert not items and rejects["a.tar"].startswith("unreadable: ")
 
 
-def test_captions_beside_a_tar_that_cannot_be_read_are_unreadable(
+def test_captions_next_to_a_tar_that_cannot_be_read_are_unreadable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tar(tmp_path / "a.tar", [("1.png", b""), ("1.txt", "said")])
@@ -354,7 +354,7 @@ def test_an_empty_and_a_compressed_tar(tmp_path: Path) -> None:
         opened(tmp_path / "only")
 
 
-def test_a_caption_file_that_cannot_be_used_is_reported_beside_one_that_can(tmp_path: Path) -> None:
+def test_a_caption_file_that_cannot_be_used_is_reported_next_to_one_that_can(tmp_path: Path) -> None:
     members: Rows = [("1.jpg", b"x"), ("1.txt", b"\xff"), ("1.json", {"text": "one"})]
     source = opened(make_tar(tmp_path / "x.tar", members))
     items, rejects = listed(source)
@@ -815,7 +815,7 @@ def test_a_listing_elsewhere(tmp_path: Path) -> None:
 # --- folders with JSON ---------------------------------------------------------------------------------------------
 
 
-def test_json_beside_pictures(tmp_path: Path) -> None:
+def test_json_next_to_pictures(tmp_path: Path) -> None:
     for name in "abcd":
         (tmp_path / f"{name}.png").write_bytes(b"")
     (tmp_path / "a.json").write_text('{"text": ["the one", "the two"], "id": 1}')
@@ -906,7 +906,7 @@ def test_detection_and_force(tmp_path: Path) -> None:
         opened(Path(__file__))
 
 
-def test_captions_beside_a_tar_that_was_not_asked_for_are_not_taken(tmp_path: Path) -> None:
+def test_captions_next_to_a_tar_that_was_not_asked_for_are_not_taken(tmp_path: Path) -> None:
     """`10.json` is of `10.tar`, also where only `1.tar` is read."""
     for number in (1, 10):
         with tarfile.open(tmp_path / f"{number}.tar", "w") as tar:
@@ -1028,7 +1028,7 @@ def test_a_listing_of_other_things_is_named_and_decides_nothing(tmp_path: Path, 
         assert source.ignored.examples[".csv file"] == [name]
 
 
-def test_files_beside_tars_are_named_but_for_those_of_the_tars(tmp_path: Path) -> None:
+def test_files_next_to_tars_are_named_but_for_those_of_the_tars(tmp_path: Path) -> None:
     make_tar(tmp_path / "0.tar", [("1.jpg", JPEG), ("1.txt", "x")])
     for name in ("0_scores.json", "info.json", "README.md", "wids-meta.json"):
         (tmp_path / name).write_text("{}")

@@ -163,7 +163,7 @@ def test_the_first_name_decides_and_other_rows_with_urls_are_rejects(tmp_path: P
     refused(write(tmp_path / table, [URLS[0], "a.png"]))
 
 
-def test_metadata_of_a_folder_may_have_urls_beside_names(tmp_path: Path) -> None:
+def test_metadata_of_a_folder_may_have_urls_next_to_names(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture(0))
     row = {"file_name": "a.png", "url": URLS[0], "text": "said"}
     (tmp_path / "metadata.jsonl").write_text(json.dumps(row))

@@ -71,7 +71,7 @@ def test_foreign_text_is_no_markup_in_a_readme(tmp_path: Path) -> None:
     assert shown.endswith(" |") and "``" in shown and r" \| <img" in shown and "\n# head" not in table
 
 
-def test_a_controlnet_shows_the_control_beside_its_pictures(tmp_path: Path) -> None:
+def test_a_controlnet_shows_the_control_next_to_its_pictures(tmp_path: Path) -> None:
     for step in (0, 100):
         path = draw(tmp_path / "run", step, ENCODING, ("a", "b"), controls=[])
         paint(path, shade=step)

@@ -666,7 +666,7 @@ def test_pools_of_streams_lend_each_other_nothing() -> None:
     assert (peak.total, peak.apart) == (1000, 600)
 
 
-def test_what_a_kernel_allocates_beside_its_results_counts() -> None:
+def test_what_a_kernel_allocates_besides_its_results_counts() -> None:
     """Edit: a recorder without `SCRATCH` in `trace`."""
     with FakeTensorMode(), Recorder((), SCRATCH) as recorder:
         u, weight, bias = torch.empty(2, 8, 6, 64), torch.empty(64, 1, 3, 3), torch.empty(64)

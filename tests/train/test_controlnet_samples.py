@@ -188,7 +188,7 @@ def test_a_training_draws_held_out_captions_with_the_controls_of_their_samples(
     assert distance({"0": drawn(run, 0)[0]["0000"]}, plain(0, None)) <= 1e-5, "before the first step it is the base"
 
 
-def test_the_report_has_the_control_beside_the_result(drawing: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_the_report_has_the_control_next_to_the_result(drawing: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     run = Path(shutil.copytree(drawing / "run", tmp_path / "run"))
     config = configured(make_config, drawing, *DRAWING)
     stages.sample.watch(config, run, once=True)

@@ -580,7 +580,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_process, "_run", run)
 
 
-def test_the_base_is_drawn_beside_the_trained_weights_one_model_at_a_time(
+def test_the_base_is_drawn_next_to_the_trained_weights_one_model_at_a_time(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a run that began from another: its checkpoint. Of one from random values: nothing. Lost: a note."""
@@ -665,8 +665,7 @@ def test_new_prompts_are_drawn_as_in_training(
     with Image.open(tmp_path / "samples" / "0001.png") as picture:
         assert picture.size == (48, 32)
 
-    opened = Cache(trained.config.cache).open_snapshot()
-    text = TextEncoder.load(trained.config.text, opened.encoding(TextEncoding).instruction, "cpu")
+    text = TextEncoder.load(trained.config.text, "cpu")
     captions = [from_bits(bits).float() for bits in text.encode([p.lower() for p in PROMPTS[:2]])]
     null, valid = text.null()
     del text

@@ -81,7 +81,7 @@ def test_a_signal_while_a_store_is_waited_for_saves(tmp_path: Path, monkeypatch:
     assert (newest is None) if at == 0 else newest == checkpoint.folder_of(tmp_path / "run/checkpoints", at)
 
 
-def test_a_run_whose_launcher_is_gone_saves_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_launcher_has_ended_saves_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = [os.getppid()]
     monkeypatch.setattr(os, "getppid", lambda: parent[0])
 

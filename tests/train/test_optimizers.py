@@ -702,7 +702,7 @@ class Stream:
         assert self.done.wait(30)
 
 
-def test_an_average_in_host_memory_is_made_beside_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_average_in_host_memory_is_made_during_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("passes"))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())

@@ -310,7 +310,7 @@ def summary_of(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_finished_run_has_a_summary_beside_those_that_it_began_from(
+def test_a_finished_run_has_a_summary_next_to_those_that_it_began_from(
     rounds: Callable[..., Config], tmp_path: Path
 ) -> None:
     """Each draws anew; a second start of a finished round does nothing but its summary, with what the journal says."""

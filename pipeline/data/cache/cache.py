@@ -183,7 +183,7 @@ class CacheLocation:
         return None
 
     def open_others(self, roots: Iterable[str]) -> list[Cache]:
-        """Open further caches, which are reached in the same way."""
+        """Open other caches, which are reached in the same way."""
         return [replace(self, root=root).open() for root in roots]
 
 

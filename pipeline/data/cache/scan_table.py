@@ -46,11 +46,11 @@ def places(scan: pa.Table, picture: str) -> pa.Table:
     mask; "" for the item's own."""
     if not picture:
         return scan.select(PLACE.names)
-    pieces = [_further(chunk, picture) for chunk in scan.column("pictures").chunks]
+    pieces = [_controls_and_masks(chunk, picture) for chunk in scan.column("pictures").chunks]
     return pa.concat_tables([PLACE.empty_table(), *pieces])
 
 
-def _further(pictures: pa.ListArray, kind: str) -> pa.Table:
+def _controls_and_masks(pictures: pa.ListArray, kind: str) -> pa.Table:
     every, owners = pc.list_flatten(pictures), pc.list_parent_indices(pictures).to_numpy()
     chosen = pc.equal(pc.struct_field(every, "kind"), kind).to_numpy(zero_copy_only=False)
     rows = np.full(len(pictures), -1, np.int64)
@@ -59,11 +59,11 @@ def _further(pictures: pa.ListArray, kind: str) -> pa.Table:
     return _as_places(found)
 
 
-def further_places(scan: pa.Table) -> pa.Table:
+def control_and_mask_places(scan: pa.Table) -> pa.Table:
     """`PLACE` of every control picture or mask of the items."""
     pieces = [pc.list_flatten(chunk) for chunk in scan.column("pictures").chunks]
     return pa.concat_tables([PLACE.empty_table(), *map(_as_places, pieces)])
 
 
-def _as_places(further: pa.StructArray) -> pa.Table:
-    return pa.table([pc.struct_field(further, field.name).cast(field.type) for field in PLACE], schema=PLACE)
+def _as_places(files: pa.StructArray) -> pa.Table:
+    return pa.table([pc.struct_field(files, field.name).cast(field.type) for field in PLACE], schema=PLACE)

@@ -114,7 +114,7 @@ class TableList(Sequence[T]):
 
     @classmethod
     def made(cls, *columns: pa.Array, **entry: Any) -> Self:
-        """A list in memory. entry: further fields of what a document says of it."""
+        """A list in memory. entry: more fields of what a document says of it."""
         table = pa.table(columns, schema=cls.schema)
         made = cls(ListTable(layout.content_digest(to_ipc(table)), len(table), **entry))
         made.table = table

@@ -21,7 +21,7 @@ from pipeline.data.sources.source import Source
 from pipeline.data.sources.unread_lists import UnreadList
 
 
-def beside(source: Source, pattern: Pattern) -> str:
+def placing(source: Source, pattern: Pattern) -> str:
     """Say how files of captions come next to their pictures, on a disk as a shell command."""
     pair = pattern.pair
     assert pair is not None
@@ -44,7 +44,7 @@ def beside(source: Source, pattern: Pattern) -> str:
 
 
 def then(source: Source, patterns: Iterable[Pattern]) -> str:
-    """The command after those of `beside`."""
+    """The command after those of `placing`."""
     every = [_tars_of(source, each.pair) for each in patterns if each.pair is not None]
     in_tars = not source.is_remote and all(tars is not None and tars[0] and tars[0] == tars[1] for tars in every)
     return "the same command" + (f" with --data {shlex.quote(_copy(source))}" if in_tars else "")
@@ -78,7 +78,7 @@ def _copying(location: str, pair: Pair, ending: str, numbered: bool) -> str:
 
 def _tars_of(source: Source, pair: Pair) -> tuple[str, str] | None:
     """The tars of a file and of its picture, "" of what is no member; None: the source is neither tars nor a folder."""
-    if "suffix" not in source.further_by:
+    if "suffix" not in source.paired_by:
         return None
     tars = [next((tar for tar in source.files if name.startswith(f"{tar}/")), "") for name in (pair.file, pair.picture)]
     return tars[0], tars[1]

@@ -22,7 +22,7 @@ from pipeline.data.cache.item_rows import ItemRows
 from pipeline.data.cache.keys import fixed
 from pipeline.data.cache.scan_table import SCAN
 from pipeline.data.images import decoding
-from pipeline.data.sources.further import remedy
+from pipeline.data.sources.controls_and_masks import remedy
 from pipeline.data.sources.reject_kinds import Kinds
 from pipeline.data.sources.source import Source
 
@@ -169,7 +169,7 @@ def count_missing(cache: Cache, source: Source, table: pa.Table, most: float) ->
                 yield item, (table.column("reject")[row].as_py() if row >= 0 else None) or "no longer exists"
 
         kinds, name = Kinds.of(reasons()), source.name
-        lacking = remedy(source.further, kinds.counts)
+        lacking = remedy(source.controls_and_masks, kinds.counts)
         another = "" if lacking else "; if this is another data set: --source-name NAME"
         raise UserError(
             f"{len(lost)} of the {before} pictures of source {name!r} (last read from {document['root']}) are missing",

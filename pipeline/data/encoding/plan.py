@@ -390,7 +390,7 @@ def with_current_places(cache: Cache, rows: pa.Table) -> pa.Table:
         with suppress(IntegrityError):  # its table is damaged
             if (scan := cache.last_scan(source)) is not None:
                 for some in batches(cache.table(scan["table"], [*scan_table.PLACE.names, "pictures"])):
-                    part = pa.concat_tables([scan_table.places(some, ""), scan_table.further_places(some)])
+                    part = pa.concat_tables([scan_table.places(some, ""), scan_table.control_and_mask_places(some)])
                     same = part.filter(pc.is_in(part.column("digest"), value_set=wanted))
                     now |= {(source, row["digest"]): row for row in same.to_pylist()}
     placed = [{**row, **now.get((row["source"], row["digest"]), {})} for row in rows.to_pylist()]

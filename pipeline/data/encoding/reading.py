@@ -196,8 +196,8 @@ def _of_section(option: str, values: list[dict[str, Any] | None], given: DataGiv
 
 
 def _check_ways(data: DataConfig, name: str) -> None:
-    for kind, further in data.pictures:
-        if further is not None and not further.ways:
+    for kind, given in data.pictures:
+        if given is not None and not given.ways:
             option = f"data.pictures.{kind}"
             raise ConfigError(
                 f"{option} does not say where the {kind} pictures of source {name!r} are, and no earlier encode did",

@@ -15,7 +15,7 @@ from pipeline.base.config import setting
 from pipeline.base.errors import UserError, escaped
 from pipeline.data.cache.cache import Cache
 from pipeline.data.encoding import regularisation
-from pipeline.data.encoding.caption_commands import beside, then, unpacking
+from pipeline.data.encoding.caption_commands import placing, then, unpacking
 from pipeline.data.encoding.default_captions import has_caption
 from pipeline.data.encoding.picture_commands import ALL_PICTURES, commands, option
 from pipeline.data.encoding.reading import settles
@@ -44,15 +44,15 @@ def refuse(understood: Understood, given: DataGiven, scan: pa.Table, cache: Cach
         check_loose(understood)
         if not settles(given, "caption"):
             check_lists(understood)
-    has_further = any(each is not None for _, each in data.pictures)
-    if understood.patterns and (has_further or (data.caption is not None and not settles(given, "pictures"))):
+    has_controls_or_masks = any(each is not None for _, each in data.pictures)
+    if understood.patterns and (has_controls_or_masks or (data.caption is not None and not settles(given, "pictures"))):
         accepted: list[Pattern] = []
         if cache is not None and document is not None:
             before = cache.table(document["table"], ["item", "captions", "reject"])
             if data.caption is not None:
                 before = before.filter(pc.is_null(before.column("reject")))
-            accepted = name_patterns.further(before.column("item"), has_caption(before, data, source.name))
-        if not has_further:
+            accepted = name_patterns.controls_and_masks(before.column("item"), has_caption(before, data, source.name))
+        if not has_controls_or_masks:
             check(understood, command, accepted)
         elif "caption" not in given.overridden and (document or not settles(given, "caption")):
             check_rest(understood, command, data.caption is not None, accepted)
@@ -142,7 +142,7 @@ def check_loose(understood: Understood) -> None:
             f"pictures of source {source.name!r} have no caption, and files that look like captions are not read",
             expected="captions next to their pictures: X.txt for X.jpg",
             found="; ".join(f"{each.count} such as {escaped(each.example)} for {escaped(each.of)}" for each in loose),
-            fix="; ".join(dict.fromkeys(beside(source, each) for each in loose))
+            fix="; ".join(dict.fromkeys(placing(source, each) for each in loose))
             + f", and then {then(source, loose)}; or move them out of the data if they are not captions",
         )
 

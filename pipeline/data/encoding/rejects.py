@@ -22,9 +22,9 @@ from pipeline.data.cache.index import RecordReject
 from pipeline.data.encoding import estimate
 from pipeline.data.sources import reject_kinds
 from pipeline.data.sources.caption_columns import TEXT_FILE
+from pipeline.data.sources.controls_and_masks import remedy
 from pipeline.data.sources.filenames import is_url
 from pipeline.data.sources.filesystem import let_read
-from pipeline.data.sources.further import remedy
 from pipeline.data.sources.reject_kinds import Kinds
 from pipeline.data.sources.source import Source
 
@@ -119,7 +119,7 @@ def refuse(
         fix = look
         if any(os.strerror(errno.EACCES) in kind for kind in kinds.counts) and not is_url(source.location):
             fix = let_read(source.location)
-        elif found_by := remedy(source.further, kinds.counts):
+        elif found_by := remedy(source.controls_and_masks, kinds.counts):
             fix = found_by
         elif source.rule.offered and source.rule.config.caption is not None:
             field = setting("data.caption_field", source.rule.likely(sorted(source.rule.offered)))

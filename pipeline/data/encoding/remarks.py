@@ -19,7 +19,7 @@ from pipeline.base.config import setting
 from pipeline.base.errors import escaped
 from pipeline.data.cache.arrow import batches
 from pipeline.data.cache.item_rows import ItemRows
-from pipeline.data.cache.scan_table import further_places
+from pipeline.data.cache.scan_table import control_and_mask_places
 from pipeline.data.sources import name_patterns
 from pipeline.data.sources.caption_columns import TEXT_FILE, CaptionRule, columns_of, sure_columns, value_of
 from pipeline.data.sources.filenames import EXTENSIONS, extension, shortened
@@ -39,7 +39,7 @@ _NAMED = pa.schema([("item", pa.string())])
 def unnamed(source: Source, scan: pa.Table) -> Iterator[str]:
     """Pictures of the folder that no row of its tables names."""
     are_files = scan.column("where").null_count == len(scan)
-    if not source.pictures_beside or (are_files and scan.column("reject").null_count >= source.pictures_beside):
+    if not source.pictures_next_to or (are_files and scan.column("reject").null_count >= source.pictures_next_to):
         return
     named = source.scratch.table(_NAMED, _named(scan))
     rows, count, shown = ItemRows(named, source.scratch), 0, list[str]()
@@ -60,12 +60,12 @@ def unnamed(source: Source, scan: pa.Table) -> Iterator[str]:
 
 
 def _named(scan: pa.Table) -> Iterator[pa.Table]:
-    """The files that a scan has as pictures and as further ones; column `item`."""
+    """The files that a scan has as pictures and as control pictures or masks; column `item`."""
     for batch in batches(scan.select(["item", "where", "pictures"])):
         where = batch.column("where")
         is_name = pc.fill_null(pc.starts_with(where, "="), False)
         yield pa.table([pc.if_else(is_name, pc.utf8_slice_codeunits(where, 1), batch.column("item"))], _NAMED)
-        yield pa.table([further_places(batch).column("item").drop_null()], _NAMED)
+        yield pa.table([control_and_mask_places(batch).column("item").drop_null()], _NAMED)
 
 
 def other_columns(rule: CaptionRule, rows: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -106,7 +106,7 @@ def said(rule: CaptionRule, others: dict[str, str]) -> Iterator[str]:
         yield f"{len(rest)} more columns hold text and are not used: {examples(rest[:EXAMPLES], len(rest))}"
 
 
-def further_members(source: Source) -> Iterator[str]:
+def more_members(source: Source) -> Iterator[str]:
     """Members of tars that are control pictures or masks of their samples by their names (`x.control.jpg`) and are not
     used."""
     for what, files in source.ignored.examples.items() if source.shares_captions else ():

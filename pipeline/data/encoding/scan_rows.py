@@ -52,7 +52,7 @@ def from_bytes(source: Source, place: Place, max_pixels: int) -> dict[str, Any]:
 
 
 def from_header(source: Source, place: Place, max_pixels: int) -> dict[str, Any]:
-    """Size of a picture from its first bytes; what `from_bytes` gives if its header lies further behind.
+    """Size of a picture from its first bytes; what `from_bytes` gives if its header lies beyond them.
 
     An orientation behind the pixels (possible in PNG and WebP) is not seen. In place of a digest of the bytes there is
     one of the place, which begins with `UNREAD`.
@@ -190,16 +190,16 @@ class RowMaker:
         except OSError as error:
             return _row(item.key, **listed, reject=f"unreadable: {error}")
         before = unchanged_row(last, *stat)
-        if before is not None and before["reject"] is None and _further_of(before) != item.pictures:
+        if before is not None and before["reject"] is None and _controls_and_masks_of(before) != item.pictures:
             before = None
         if before is not None and not self.settings.rehash:
             return {**before, **listed}
         read = self.settings.look(self.source, item.place, self.settings.max_pixels)
-        read |= self._further(item, read)
+        read |= self._controls_and_masks(item, read)
         read["size"] = stat[0]
         return _row(item.key, mtime_ns=stat[1], **listed, **read)
 
-    def _further(self, item: Item, read: dict[str, Any]) -> dict[str, Any]:
+    def _controls_and_masks(self, item: Item, read: dict[str, Any]) -> dict[str, Any]:
         """The columns that an item's control pictures and masks decide. read: those of its own picture."""
         if "reject" in read or not item.pictures:
             return {}
@@ -217,18 +217,18 @@ class RowMaker:
         return {"pictures": rows}
 
 
-def _another_shape(further: dict[str, Any], picture: dict[str, Any]) -> str | None:
+def _another_shape(other: dict[str, Any], picture: dict[str, Any]) -> str | None:
     """Say why a control picture or mask cannot show the same area, or None; sides may be rounded. Both: `width` and
     `height`, or nothing yet."""
-    if not ("width" in further and "width" in picture):
+    if not ("width" in other and "width" in picture):
         return None
-    (w, h), (width, height) = ((some["width"], some["height"]) for some in (further, picture))
+    (w, h), (width, height) = ((some["width"], some["height"]) for some in (other, picture))
     if abs(w * height - width * h) <= max(w, h, width, height):
         return None
     return f"has {w}x{h} pixels, another aspect ratio than the picture's {width}x{height}"
 
 
-def _further_of(row: dict[str, Any]) -> tuple[tuple[str, Place | None], ...]:
+def _controls_and_masks_of(row: dict[str, Any]) -> tuple[tuple[str, Place | None], ...]:
     """`Item.pictures` as a row of the last scan has them."""
     every = row["pictures"] or ()
     return tuple((one["kind"], Place(*(one[f] for f in Place._fields)) if one["item"] else None) for one in every)

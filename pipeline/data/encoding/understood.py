@@ -22,7 +22,7 @@ from pipeline.data.cache.arrow import batches, spread_rows
 from pipeline.data.cache.prompts import has_words
 from pipeline.data.cache.scan_table import ABSENT, places
 from pipeline.data.encoding import remarks
-from pipeline.data.encoding.caption_commands import beside
+from pipeline.data.encoding.caption_commands import placing
 from pipeline.data.encoding.default_captions import has_caption, made_of
 from pipeline.data.encoding.picture_commands import commands, option, renaming, settings_of
 from pipeline.data.sources import caption_rules, caption_signs, name_patterns, unread_lists
@@ -54,7 +54,7 @@ class Understood:
         usable: pictures. captioned: those with a caption of their own, usable or not.
         origins: where captions were read from, as far as this scan read any.
         captions: some of them, as the scan has them, with their items; those of pictures with a caption of their own.
-        further: usable pictures with a control picture or mask, by kind. lacking: those without one.
+        controls_and_masks: usable pictures with a control picture or mask, by kind. lacking: those without one.
         patterns: what names say of pictures without a caption. regularisation: folders of such pictures.
         loose: files that read as captions of pictures without one, and are not used.
         lists: files that name pictures without a caption, and are not used.
@@ -67,7 +67,7 @@ class Understood:
     captioned: int
     origins: tuple[str, ...]
     captions: tuple[tuple[str, str], ...]
-    further: dict[str, int]
+    controls_and_masks: dict[str, int]
     lacking: dict[str, int]
     patterns: tuple[Pattern, ...]
     regularisation: tuple[Pattern, ...]
@@ -83,8 +83,8 @@ class Understood:
 
     def summary(self, data: DataConfig, normalisation: str) -> list[str]:
         """Return what was taken for what."""
-        further = [f"{kind} pictures: {count} of {self.usable}" for kind, count in self.further.items()]
-        return [*self._captions(data, normalisation), *further]
+        pictures = [f"{kind} pictures: {count} of {self.usable}" for kind, count in self.controls_and_masks.items()]
+        return [*self._captions(data, normalisation), *pictures]
 
     def remarks(self, data: DataConfig) -> list[str]:
         """Say what was not used, and may be meant. data: the settings that the captions will be made with."""
@@ -109,7 +109,7 @@ class Understood:
         """Say what a user can do where pictures without a caption are too many; None: their names say nothing."""
         if self.data.caption is not None:
             return None
-        lines = [beside(self.source, each) for each in self.loose]
+        lines = [placing(self.source, each) for each in self.loose]
         lines += commands(self.patterns, self.source, lambda settings: " ".join(map(option, settings)))
         return "; ".join(lines) or None
 
@@ -148,20 +148,20 @@ def of(source: Source, scan: pa.Table, data: DataConfig, is_chosen: bool | None 
     is_chosen = not source.rule.is_default if is_chosen is None else is_chosen
     columns = {} if is_chosen else remarks.other_columns(source.rule, some)
     others = [*remarks.said(source.rule, columns), *remarks.unnamed(source, scan)]
-    others += [*remarks.several_pictures(source, scan), *remarks.further_members(source)]
+    others += [*remarks.several_pictures(source, scan), *remarks.more_members(source)]
     captions = tuple((row["item"], row["captions"][0]["text"]) for row in some)
-    by_name = source.further_by & {"suffix", "folder"}
-    patterns = name_patterns.further(items, with_caption) if by_name else []
+    by_name = source.paired_by & {"suffix", "folder"}
+    patterns = name_patterns.controls_and_masks(items, with_caption) if by_name else []
     loose = [each for each in name_patterns.captions(source.loose, items, with_caption) if _reads(source, each.example)]
     files = list[str]()
-    if "suffix" in source.further_by:  # of tables, what is ignored are rows
+    if "suffix" in source.paired_by:  # of tables, what is ignored are rows
         ignored = (file for some in source.ignored.examples.values() for file in some)
         rejected = _names(scan, pc.invert(usable))
         files = unread_lists.candidates(ignored, rejected)
     bare = _names(scan, pc.and_(usable, pc.invert(with_caption))) if files else []
-    lists = unread_lists.naming(source.read_beside, files, bare) if bare else ()
+    lists = unread_lists.naming(source.read_next_to, files, bare) if bare else ()
     labelled = bool(data.caption_prefix.strip()) or data.caption is not None
-    number, further = _true(usable), _further(scan, data)
+    number, controls_and_masks = _true(usable), _controls_and_masks(scan, data)
     return Understood(
         source,
         data,
@@ -169,8 +169,8 @@ def of(source: Source, scan: pa.Table, data: DataConfig, is_chosen: bool | None 
         _true(both),
         _origins(source.rule, columns),
         captions,
-        further,
-        {kind: number - count for kind, count in further.items()},
+        controls_and_masks,
+        {kind: number - count for kind, count in controls_and_masks.items()},
         tuple(pattern for pattern in patterns if not _is_used(pattern, data)),
         tuple(name_patterns.regularisation(items)) if by_name and labelled else (),
         tuple(loose),
@@ -183,7 +183,7 @@ def of(source: Source, scan: pa.Table, data: DataConfig, is_chosen: bool | None 
 def _reads(source: Source, file: str) -> bool:
     """Tell whether a file reads as a caption: text of more words than numbers, or a JSON object with such a column."""
     with suppress(Unreadable):
-        content = read_sidecar(file, source.read_beside(file, MAX_CAPTION_BYTES))
+        content = read_sidecar(file, source.read_next_to(file, MAX_CAPTION_BYTES))
         if isinstance(content, dict):
             return bool(source.rule.columns) and (
                 source.rule.has_caption_column(content) or bool(text_columns(content))
@@ -226,7 +226,7 @@ def _names(scan: pa.Table, where: pa.ChunkedArray) -> list[str]:
     return spread_rows(scan.select(["item"]), where, SHOWN).column("item").to_pylist()
 
 
-def _further(scan: pa.Table, data: DataConfig) -> dict[str, int]:
+def _controls_and_masks(scan: pa.Table, data: DataConfig) -> dict[str, int]:
     counts = {kind: 0 for kind, each in data.pictures if each is not None and not each.made}
     for batch in batches(scan.select(["pictures", "reject"])) if counts else ():
         usable = batch.filter(pc.is_null(batch.column("reject")))

@@ -132,7 +132,7 @@ class LoaderSettings:
     threads: int
     """Reading threads."""
     prefetch_mib: int = 128
-    """MiB of steps read ahead from which on no further step is begun."""
+    """MiB of steps read ahead from which on no other step is begun."""
     pin: bool = False
     """Buffers in page-locked memory."""
     timeout_s: float = 300.0

@@ -77,7 +77,7 @@ class Substitution:
         """The plan with another sample in the place of the i-th, whose record could not be read.
 
         Raises:
-            RecordError: the bucket has no further substitute.
+            RecordError: the bucket has no other substitute.
         """
         if i not in self._candidates:
             self._candidates[i] = self._planner.substitutes(plan, i)

@@ -24,6 +24,7 @@ class LatentEncoding(PictureSignal):
     noun: ClassVar[str] = "images"
     section: ClassVar[str] = "vae"
     optional: ClassVar[bool] = False
+    later: ClassVar[tuple[str, ...]] = ("shift_factor",)
     axes: ClassVar[tuple[str, ...]] = ("channels", "height", "width")
     weights: str = ""
     compression: int = 32
@@ -32,10 +33,6 @@ class LatentEncoding(PictureSignal):
     scaling_factor: float = 0.41407
     shift_factor: float = 0.0
     tiling: bool = False
-
-    def values(self) -> dict[str, Any]:
-        # as before the field existed, for the ids of snapshots, and for versions that do not know it
-        return {name: value for name, value in super().values().items() if name != "shift_factor" or value}
 
     def shape(self, height: int, width: int) -> tuple[int, ...]:
         return self.channels, height // self.compression, width // self.compression

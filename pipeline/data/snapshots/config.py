@@ -53,7 +53,7 @@ class BucketConfig(Section):
     and item. near: of pictures that look the same (resized, compressed again, cropped to the middle, mirrored) use the
     one with the most pixels, then with the longest caption; it needs `encode.signals: [phash]`."""
     dedup_captions: Literal["drop", "keep"] = "drop"
-    """keep: the captions of pictures that `dedup` leaves out become further captions of the one that stays."""
+    """keep: the captions of pictures that `dedup` leaves out are added to the captions of the one that stays."""
     dedup_keep: list[str] = []
     """Pictures that `dedup` does not leave out, by `ITEM` or `SOURCE: ITEM` as `bucket` lists them: other pictures that
     look the same."""

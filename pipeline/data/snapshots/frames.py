@@ -43,7 +43,7 @@ class Frame:
     Attributes:
         source: (n,) int32 into `Joined.sources`.
         item: (n,) large strings.
-        sample_id, picture_id: (n,) uint64; they differ for the records of a picture at further resolutions.
+        sample_id, picture_id: (n,) uint64; they differ for the records of a picture at several resolutions.
         digest: (n,) S16, of the picture's file.
         height, width: (n,) int64 of the picture, in pixels.
         bucket: (n,) int64 into the bucket table.

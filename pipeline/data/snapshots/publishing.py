@@ -49,7 +49,7 @@ def publish(
         "unchanged": snapshot_id is not None and snapshot_id == before,
         "name": name,
         "samples": head.samples,
-        "further": [kind for kind in made.frame.pictures if kind != LatentEncoding.kind],
+        "controls_and_masks": [kind for kind in made.frame.pictures if kind != LatentEncoding.kind],
         "repeated_pictures": repeated,
         "steps_per_epoch": sum(float(row.steps) for row in rows),
         "buckets": [{**asdict(row), "steps": float(row.steps), "crop": float(row.crop)} for row in rows],

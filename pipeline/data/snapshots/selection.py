@@ -197,8 +197,8 @@ def deduplicated(
         if listed is not None:
             listed.add(rows, group, here)
         if sides is not None:
-            beside = np.flatnonzero(here & ~chosen)
-            sides[rows[beside]] = frame.digest[rows[best[group[beside]]]]
+            others = np.flatnonzero(here & ~chosen)
+            sides[rows[others]] = frame.digest[rows[best[group[others]]]]
         if keep_captions:
             captions, offsets = frame.captions_of(rows[~here])
             ends = offsets[np.searchsorted(group[~here], np.arange(len(best) + 1))]  # of the groups, in `captions`
@@ -236,7 +236,7 @@ def _best(frame: Frame, rows: np.ndarray, group: np.ndarray, merits: Sequence[np
 
 
 def _with_captions(joined: Joined, frame: Frame, heirs: np.ndarray, inherited: np.ndarray) -> Frame:
-    """A frame with further captions: row `heirs[i]` gets caption `inherited[i]`. Equal ones are taken once."""
+    """A frame with more captions: row `heirs[i]` gets caption `inherited[i]`. Equal ones are taken once."""
     if not len(heirs):
         return frame
     rows, numbers = joined.scratch.writer(np.int64), joined.scratch.writer(np.int64)

@@ -28,7 +28,7 @@ from pipeline.base.errors import UserError, alternatives, not_permitted
 from pipeline.base.retrying import PATIENCE_S
 from pipeline.data.cache import connections
 from pipeline.data.cache.cache import as_source_name
-from pipeline.data.sources import further
+from pipeline.data.sources import controls_and_masks
 from pipeline.data.sources.caption_columns import CaptionRule
 from pipeline.data.sources.config import DataConfig
 from pipeline.data.sources.filenames import EXTENSIONS, base, error_text, escaped, extension, is_url, kind_of_file, stem
@@ -91,10 +91,10 @@ def open_source(
     source = chosen.source(given, files_of_format)
     pictures = _PICTURES & left_out.counts.keys()
     if pictures and source.uses_files:
-        source.pictures_beside = sum(left_out.counts.pop(kind) for kind in pictures)
+        source.pictures_next_to = sum(left_out.counts.pop(kind) for kind in pictures)
     source.left_out = left_out
-    source.further = further.wanted(config.pictures)
-    further.check(source.further, source.further_by, chosen.name)
+    source.controls_and_masks = controls_and_masks.wanted(config.pictures)
+    controls_and_masks.check(source.controls_and_masks, source.paired_by, chosen.name)
     source.named = filesystem.named if isinstance(filesystem, LocalFilesystem) else ()
     return source
 
@@ -234,7 +234,7 @@ def _matches(file: str, pattern: str) -> bool:
 def _format_of_folder(given: Given, data: str) -> tuple[Format, list[str]]:
     """The format of a folder, and its files where their names alone do not show it."""
     every, shown, compressed = formats(), dict[str, list[str]](), list[str]()
-    decided, beside = False, _Beside()
+    decided, next_to = False, _NextTo()
     for examined, file in enumerate(given.filesystem.find_top_first()):
         if decided and examined >= MAX_EXAMINED:
             break
@@ -244,9 +244,9 @@ def _format_of_folder(given: Given, data: str) -> tuple[Format, list[str]]:
         elif format := next((format for format in every.values() if format.shows(file)), None):
             shown.setdefault(format.name, []).append(file)
             decided |= not format.is_listing
-            beside.pictures |= {base(file)} if extension(file) in EXTENSIONS else set()
+            next_to.pictures |= {base(file)} if extension(file) in EXTENSIONS else set()
         elif extension(file) in CAPTION_ENDINGS:
-            beside.captions[file] = base(file)
+            next_to.captions[file] = base(file)
     for name in list(shown):
         shown.pop(every[name].replaces, None)
     if compressed and not shown:
@@ -264,7 +264,7 @@ def _format_of_folder(given: Given, data: str) -> tuple[Format, list[str]]:
                 shown[name] = about
         if naming := _naming(given, shown):
             return every[naming], []
-        if [*shown] == [Source.format] and (loose := beside.loose):
+        if [*shown] == [Source.format] and (loose := next_to.loose):
             for format in every.values():
                 named = [file for file in loose if format.may_list(file) and format.names(given, file) == "files"]
                 if named:
@@ -298,7 +298,7 @@ def _one_kind(data: str, shown: Mapping[str, list[str]]) -> str:
 
 
 @dataclass
-class _Beside:
+class _NextTo:
     """The names in a folder that are examined: the `base` of pictures, and of files that may have captions."""
 
     pictures: set[str] = field(default_factory=set)

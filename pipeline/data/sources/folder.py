@@ -22,6 +22,7 @@ from pipeline.data.cache.layout import digest
 from pipeline.data.cache.scratch import Scratch
 from pipeline.data.sources import listing_hints
 from pipeline.data.sources.caption_columns import CaptionRule, PictureCaptions
+from pipeline.data.sources.controls_and_masks import ControlOrMask
 from pipeline.data.sources.filenames import (
     EXTENSIONS,
     base,
@@ -37,7 +38,6 @@ from pipeline.data.sources.filenames import (
     unsafe_reason,
 )
 from pipeline.data.sources.filesystem import LEADS_OUT, Filesystem, LocalFilesystem, Unreadable, mode_of
-from pipeline.data.sources.further import Further
 from pipeline.data.sources.metadata_files import (
     FILE_COLUMN,
     METADATA_NAMES,
@@ -69,7 +69,7 @@ from pipeline.data.sources.source import (
     Reject,
     Source,
     Stats,
-    with_further,
+    with_controls_and_masks,
 )
 from pipeline.data.sources.unread import annotations_refused, explain, form_of_annotations
 
@@ -84,19 +84,19 @@ SIDECAR_BATCH = 256
 _PICTURE, _SISTER, TEXT, OBJECT, _PREFIXED = "", "!", "0", "1", "2"
 """Kinds of files, in the order in which those of one name are sorted: a picture, one whose control picture or mask is
 in another folder, and caption files by precedence: text, X.json, and .json with a longer name than the picture's.
-Behind them come the control pictures and masks, by `Further.kind`."""
+Behind them come the control pictures and masks, by `ControlOrMask.kind`."""
 
 _PICTURES = pa.schema([("item", pa.string())])
 FILES = pa.schema([("base", pa.string()), ("kind", pa.string()), ("name", pa.string())])
-_BESIDE = pa.schema([("item", pa.string()), ("kind", pa.string()), ("name", pa.string())])
+_NEXT_TO = pa.schema([("item", pa.string()), ("kind", pa.string()), ("name", pa.string())])
 
 
 class _Found:
-    """Files of a folder while it is listed. beside: captions, control pictures and masks, with the `base` of their
+    """Files of a folder while it is listed. next_to: captions, control pictures and masks, with the `base` of their
     pictures; refused: pictures among the rejects; linked: folders that are links."""
 
     def __init__(self, scratch: Scratch):
-        self.beside, self.rejects = scratch.row_writer(FILES), scratch.row_writer(REJECTS)
+        self.next_to, self.rejects = scratch.row_writer(FILES), scratch.row_writer(REJECTS)
         self.metadata: list[str] = []
         self.linked: list[str] = []
         self.refused = 0
@@ -107,8 +107,8 @@ class Listing:
 
     Args:
         pictures: names in any order, each once.
-        beside: caption files, control pictures and masks, columns of `FILES`; called after the last picture.
-        further: the kinds of control pictures and masks.
+        next_to: caption files, control pictures and masks, columns of `FILES`; called after the last picture.
+        controls_and_masks: the kinds of control pictures and masks.
         rows: what the metadata files say about the pictures; set before items are asked for.
 
     Attributes:
@@ -121,8 +121,8 @@ class Listing:
         self,
         scratch: Scratch,
         pictures: Iterable[str],
-        beside: Callable[[], pa.Table] = FILES.empty_table,
-        further: Sequence[Further] = (),
+        next_to: Callable[[], pa.Table] = FILES.empty_table,
+        controls_and_masks: Sequence[ControlOrMask] = (),
         rows: Pictures | None = None,
     ):
         self.rows = rows
@@ -130,9 +130,9 @@ class Listing:
         self.pictures = scratch.rows(_PICTURES, scratch.sorted_rows((name,) for name in pictures))
         self.rejects = REJECTS.empty_table()
         self.orphans, self.shared, self.loose = Kinds(), Kinds(), Kinds()
-        self._scratch, self._further = scratch, {one.kind: one for one in further}
-        files = beside()
-        self._beside = ItemRows(scratch.rows(_BESIDE, self._owned(files) if len(files) else ()), scratch)
+        self._scratch, self._controls_and_masks = scratch, {one.kind: one for one in controls_and_masks}
+        files = next_to()
+        self._next_to = ItemRows(scratch.rows(_NEXT_TO, self._owned(files) if len(files) else ()), scratch)
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -146,8 +146,8 @@ class Listing:
     @property
     def has_captions(self) -> bool:
         """Return whether any picture has a caption file."""
-        kinds = pc.unique(self._beside.table.column("kind")).to_pylist()
-        return not self._further.keys() >= set(kinds)
+        kinds = pc.unique(self._next_to.table.column("kind")).to_pylist()
+        return not self._controls_and_masks.keys() >= set(kinds)
 
     def keys(self, start: int, stop: int) -> list[str]:
         """Some pictures, by their position."""
@@ -157,11 +157,11 @@ class Listing:
         """Return what the metadata files say about pictures."""
         return [None] * len(keys) if self.rows is None else self.rows.find(keys)
 
-    def beside(self, keys: list[str]) -> list[dict[str, list[str]]]:
+    def next_to(self, keys: list[str]) -> list[dict[str, list[str]]]:
         """The files next to some pictures: names by kind."""
-        kinds, names = (self._beside.table.column(column) for column in ("kind", "name"))
+        kinds, names = (self._next_to.table.column(column) for column in ("kind", "name"))
         result: list[dict[str, list[str]]] = [{} for _ in keys]
-        for files, rows in zip(result, self._beside.every(keys), strict=True):
+        for files, rows in zip(result, self._next_to.every(keys), strict=True):
             for kind, name in sorted((kinds[row].as_py(), names[row].as_py()) for row in rows):
                 files.setdefault(kind, []).append(name)
         return result
@@ -171,21 +171,21 @@ class Listing:
         columns = self.rejects.slice(start, stop - start).columns
         yield from map(Reject, *(column.to_pylist() for column in columns))
 
-    def _owned(self, beside: pa.Table) -> Iterator[tuple[str, str, str]]:
+    def _owned(self, next_to: pa.Table) -> Iterator[tuple[str, str, str]]:
         """(picture, kind, file): a file goes to the pictures of its name, in any case, a .json file without any to
         those with the longest name that it begins with."""
         above: list[tuple[str, list[str]]] = []  # names that the next ones may begin with, the longest last
-        for name, files in groupby(self._scratch.sorted_rows(self._by_base(beside)), itemgetter(0)):
+        for name, files in groupby(self._scratch.sorted_rows(self._by_base(next_to)), itemgetter(0)):
             while above and not name.startswith(above[-1][0]):
                 above.pop()
             pictures, below = list[str](), list[str]()
             for _, kind, file in files:
-                one, owners = self._further.get(kind), list[str]()
+                one, owners = self._controls_and_masks.get(kind), list[str]()
                 if kind in (_PICTURE, _SISTER):
                     (pictures if kind == _PICTURE else below).append(file)
                     continue
                 if one is not None:
-                    owners = _of_further(one, file, pictures + (below if one.folder is not None else []))
+                    owners = _of_control_or_mask(one, file, pictures + (below if one.folder is not None else []))
                 elif pictures:
                     owners = _owners(file, pictures)
                 elif kind == OBJECT and above and "/" not in name.removeprefix(above[-1][0]):
@@ -201,26 +201,26 @@ class Listing:
             if pictures:
                 above.append((name, pictures))
 
-    def _by_base(self, beside: pa.Table) -> Iterator[tuple[str, ...]]:
+    def _by_base(self, next_to: pa.Table) -> Iterator[tuple[str, ...]]:
         """Rows of `FILES` for all files."""
-        in_folders = [one for one in self._further.values() if one.folder is not None]
+        in_folders = [one for one in self._controls_and_masks.values() if one.folder is not None]
         for (name,) in texts(self.pictures):
             yield base(name).lower(), _PICTURE, name
             for below in dict.fromkeys(below for one in in_folders for below in one.owners(name)[1:]):
                 yield below.lower(), _SISTER, name
-        for name, kind, file in texts(beside):
+        for name, kind, file in texts(next_to):
             yield name.lower(), kind, file
 
 
 @dataclass(frozen=True)
 class _Listed:
-    """A picture of a listing. captions: its caption files; rows: what metadata files say about it; further: as of
-    `Source._with_further`."""
+    """A picture of a listing. captions: its caption files; rows: what metadata files say about it;
+    controls_and_masks: as of `Source._with_controls_and_masks`."""
 
     key: str
     captions: list[str]
     rows: PictureCaptions | None
-    further: dict[Further, list[Place]]
+    controls_and_masks: dict[ControlOrMask, list[Place]]
 
 
 class FolderSource(Source):
@@ -252,7 +252,7 @@ class FolderSource(Source):
         self.name = name
         self.ignored = Kinds()
 
-    further_by = frozenset({"suffix", "folder", "column"})
+    paired_by = frozenset({"suffix", "folder", "column"})
 
     def part(self, name: str) -> Iterator[Item | Reject]:
         listing = self._list()
@@ -279,20 +279,23 @@ class FolderSource(Source):
         """Some pictures, by their position."""
         keys = listing.keys(start, stop)
         result = []
-        for key, beside, rows in zip(keys, listing.beside(keys), listing.metadata(keys), strict=True):
-            captions = [name for kind in (TEXT, OBJECT, _PREFIXED) for name in beside.get(kind, ())]
-            further = {}
-            for one in self.further:
+        for key, next_to, rows in zip(keys, listing.next_to(keys), listing.metadata(keys), strict=True):
+            captions = [name for kind in (TEXT, OBJECT, _PREFIXED) for name in next_to.get(kind, ())]
+            controls_and_masks = {}
+            for one in self.controls_and_masks:
                 named = rows.meta.get(one.column) if rows is not None and one.column is not None else None
-                further[one] = [Place(name) for name in ([named] if named else beside.get(one.kind, ()))]
-            result.append(_Listed(key, captions, rows, further))
+                controls_and_masks[one] = [Place(name) for name in ([named] if named else next_to.get(one.kind, ()))]
+            result.append(_Listed(key, captions, rows, controls_and_masks))
         return result
 
     def _stats(self, start: int, stop: int, listing: Listing) -> Stats:
-        if not self.further:
+        if not self.controls_and_masks:
             return self.filesystem.stat_many(listing.keys(start, stop))
         names = {
-            picture.key: [picture.key, *(place.item for places in picture.further.values() for place in places)]
+            picture.key: [
+                picture.key,
+                *(place.item for places in picture.controls_and_masks.values() for place in places),
+            ]
             for picture in self._listed(start, stop, listing)
         }
         stats = self.filesystem.stat_many(sorted(set(chain.from_iterable(names.values()))))
@@ -300,7 +303,7 @@ class FolderSource(Source):
         def whole(key: str) -> tuple[int, int] | Unreadable:
             some = [stats[name] for name in names[key]]
             bad = next((stat for stat in some if isinstance(stat, Unreadable)), None)
-            return bad or with_further(some[0], some[1:])  # type: ignore[arg-type]
+            return bad or with_controls_and_masks(some[0], some[1:])  # type: ignore[arg-type]
 
         return {key: whole(key) for key in names}
 
@@ -311,7 +314,7 @@ class FolderSource(Source):
             repr((picture.key, stats[picture.key], [(name, files[name]) for name in picture.captions], picture.rows))
             for picture in pictures
         )
-        return digest("files", self.rule.identity(), repr(self.further), *described)
+        return digest("files", self.rule.identity(), repr(self.controls_and_masks), *described)
 
     def stat(self, place: Place) -> tuple[int, int]:
         return self.filesystem.stat(place.item)
@@ -332,11 +335,11 @@ class FolderSource(Source):
         else:
             files = ((key, unsafe_reason(key)) for key in disk.find_with_sizes(self.scratch))
         pictures = (key for key, problem in files if self._is_picture(key, problem, found))
-        listing = Listing(self.scratch, pictures, found.beside.finish, self.further)
+        listing = Listing(self.scratch, pictures, found.next_to.finish, self.controls_and_masks)
         self.ignored.merge(listing.orphans)
         self.shared = listing.shared
         self.loose.merge(listing.loose)
-        metadata = MetadataReader(self.filesystem, self.rule, self.scratch, self.further)
+        metadata = MetadataReader(self.filesystem, self.rule, self.scratch, self.controls_and_masks)
         if not len(listing) and not found.refused:
             what, way = explain(self.filesystem) or ("", "--data DIR with the folder of the pictures")
             if found.linked:
@@ -400,9 +403,11 @@ class FolderSource(Source):
         elif name.lower() in METADATA_NAMES:
             found.metadata.append(key)
         elif kind in CAPTION_ENDINGS:
-            found.beside.add(base(key), OBJECT if kind == "json" else TEXT, key)
-        elif owned := next(((owner, one.kind) for one in self.further if (owner := one.owner(key)) is not None), None):
-            found.beside.add(*owned, key)
+            found.next_to.add(base(key), OBJECT if kind == "json" else TEXT, key)
+        elif owned := next(
+            ((owner, one.kind) for one in self.controls_and_masks if (owner := one.owner(key)) is not None), None
+        ):
+            found.next_to.add(*owned, key)
         else:
             return True
         return False
@@ -451,7 +456,9 @@ class FolderSource(Source):
                     continue  # a control picture or mask of another one
                 contents = {name: read_sidecar(name, data[name]) for name in picture.captions}
                 item = self._item(picture.key, contents, picture.rows)
-                yield self._with_further(item, picture.further) if isinstance(item, Item) else item
+                yield (
+                    self._with_controls_and_masks(item, picture.controls_and_masks) if isinstance(item, Item) else item
+                )
 
     def _item(self, key: str, contents: dict[str, Content], rows: PictureCaptions | None) -> Item | Reject:
         """The item of a picture, or why it is none. contents: of the caption files; rows: from the metadata files."""
@@ -532,7 +539,7 @@ def _owners(file: str, pictures: list[str]) -> list[str]:
     return pictures
 
 
-def _of_further(one: Further, file: str, pictures: list[str]) -> list[str]:
+def _of_control_or_mask(one: ControlOrMask, file: str, pictures: list[str]) -> list[str]:
     """The pictures that a control picture or mask belongs to: of some whose names differ in case those that it has."""
     if one.folder is not None:
         owner = (one.owner(file) or "").lower()

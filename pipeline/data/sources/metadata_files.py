@@ -22,9 +22,9 @@ from pipeline.base.errors import UserError
 from pipeline.data.cache.item_rows import ItemRows
 from pipeline.data.cache.scratch import Scratch
 from pipeline.data.sources.caption_columns import TEXT_FILE, CaptionRule, PictureCaptions, columns_of, has_column
+from pipeline.data.sources.controls_and_masks import ControlOrMask
 from pipeline.data.sources.filenames import error_text, escaped, extension, has_surrogates, is_web, short_repr, shown
 from pipeline.data.sources.filesystem import Filesystem, Unreadable
-from pipeline.data.sources.further import Further
 from pipeline.data.sources.sidecars import MAX_CAPTION_BYTES, parse_json
 from pipeline.data.sources.unread import TURNS, annotations_refused
 from pipeline.data.sources.web_tables import refused
@@ -87,11 +87,11 @@ class MetadataReader:
         filesystem: Filesystem,
         rule: CaptionRule,
         scratch: Scratch,
-        further: Sequence[Further] = (),
+        controls_and_masks: Sequence[ControlOrMask] = (),
         files: Sequence[str] = (),
     ):
         self.filesystem, self.rule, self._scratch = filesystem, rule, scratch
-        self.column_names = [one.column for one in further if one.column is not None]
+        self.column_names = [one.column for one in controls_and_masks if one.column is not None]
         self.others = scratch.row_writer(_PICTURES)
         self._named, self._rejects = scratch.row_writer(_NAMED), scratch.row_writer(REJECTS)
         self.columns: dict[str, None] = {}

@@ -110,7 +110,7 @@ def regularisation(items: pa.ChunkedArray) -> list[Pattern]:
     return patterns
 
 
-def further(items: pa.ChunkedArray, has_caption: pa.ChunkedArray) -> list[Pattern]:
+def controls_and_masks(items: pa.ChunkedArray, has_caption: pa.ChunkedArray) -> list[Pattern]:
     """The patterns of control pictures and masks, those of the most pictures first.
 
     Args:
@@ -159,7 +159,7 @@ def captions(files: Kinds, items: pa.ChunkedArray, has_caption: pa.ChunkedArray)
     """The patterns of files of text, next to no picture, that belong to pictures without a caption by their names.
 
     Args:
-        files: by folder and ending, with examples. items, has_caption: as of `further`.
+        files: by folder and ending, with examples. items, has_caption: as of `controls_and_masks`.
     """
     if not files.total or not _true(pc.invert(has_caption)):
         return []

@@ -96,7 +96,7 @@ class Kinds:
         examples += items[: EXAMPLES - len(examples)]
 
     def note(self, name: str, count: int, items: Sequence[str]) -> None:
-        """Count names that nobody limits: further kinds are counted together."""
+        """Count names that nobody limits: kinds beyond a bound are counted together."""
         self.count(name if name in self.counts or len(self.counts) < KINDS else OTHERS, count, items)
 
     def lines(self) -> list[str]:

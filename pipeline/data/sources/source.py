@@ -29,9 +29,9 @@ from pipeline.data.cache.layout import digest
 from pipeline.data.cache.scratch import Scratch
 from pipeline.data.sources.caption_columns import CaptionRule, PictureCaptions
 from pipeline.data.sources.config import DataConfig
+from pipeline.data.sources.controls_and_masks import ControlOrMask
 from pipeline.data.sources.filenames import escaped, extension, kind_of_file
 from pipeline.data.sources.filesystem import Filesystem, Unreadable, or_unreadable
-from pipeline.data.sources.further import Further
 from pipeline.data.sources.range_prefetch import PARALLEL_REQUESTS, FileRange, RangePrefetch
 from pipeline.data.sources.reject_kinds import Kinds, kind
 
@@ -153,16 +153,16 @@ class Source(ABC):
     unused_columns: frozenset[str] = frozenset()
     """The columns of tables that hold pictures, too, and are not used."""
 
-    further: Sequence[Further] = ()
+    controls_and_masks: Sequence[ControlOrMask] = ()
     """The control pictures and masks of each item that a listing looks for."""
 
-    further_by: frozenset[str] = frozenset()
-    """The ways in which it can find them: names of fields of `Further`."""
+    paired_by: frozenset[str] = frozenset()
+    """The ways in which it can find them: names of fields of `ControlOrMask`."""
 
     files: Sequence[str] = ()
     """The files that the items are listed in; none for a folder of pictures."""
 
-    pictures_beside: int = 0
+    pictures_next_to: int = 0
     """Pictures of the folder in which tables were found that name pictures."""
 
     shares_captions: bool = False
@@ -230,7 +230,7 @@ class Source(ABC):
         Raises:
             Unreadable: as in `stat`, of any of them.
         """
-        return with_further(self.stat(item.place), (self.stat(place) for _, place in item.pictures if place))
+        return with_controls_and_masks(self.stat(item.place), (self.stat(place) for _, place in item.pictures if place))
 
     def head(self, place: Place, length: int) -> bytes:
         """Read at least the first `length` bytes, or the whole item if it is shorter or cannot be read in part.
@@ -256,7 +256,7 @@ class Source(ABC):
             raise NotImplementedError
         return self._read_range(at)
 
-    def read_beside(self, file: str, limit: int) -> bytes:
+    def read_next_to(self, file: str, limit: int) -> bytes:
         """The beginning of a file that is no item, `limit` bytes or a little more.
 
         Raises:
@@ -311,18 +311,18 @@ class Source(ABC):
         """
         return None
 
-    def _with_further(self, item: Item, found: Mapping[Further, Sequence[Place]]) -> Item | Reject:
+    def _with_controls_and_masks(self, item: Item, found: Mapping[ControlOrMask, Sequence[Place]]) -> Item | Reject:
         """An item with its control pictures and masks; a Reject if it lacks a required one, or has several of a kind.
-        found: the places of each of `further`."""
+        found: the places of each of `controls_and_masks`."""
         pictures = list[tuple[str, Place | None]]()
-        for further in self.further:
-            places = found[further]
+        for wanted in self.controls_and_masks:
+            places = found[wanted]
             if len(places) > 1:
                 names = ", ".join(escaped(place.item) for place in places[:3])
-                return Reject(item.key, f"has {len(places)} {further.kind} pictures: {names}")
-            if not places and further.required:
-                return Reject(item.key, f"{further.lacking} ({further.option})")
-            pictures.append((further.kind, places[0] if places else None))
+                return Reject(item.key, f"has {len(places)} {wanted.kind} pictures: {names}")
+            if not places and wanted.required:
+                return Reject(item.key, f"{wanted.lacking} ({wanted.option})")
+            pictures.append((wanted.kind, places[0] if places else None))
         return replace(item, pictures=tuple(pictures)) if pictures else item
 
     def _reset_ignored(self) -> None:
@@ -491,7 +491,7 @@ def divided(filesystem: Filesystem, wanted: Callable[[str], bool]) -> tuple[list
     return sorted(chosen), others
 
 
-def with_further(stat: tuple[int, int], others: Iterable[tuple[int, int]]) -> tuple[int, int]:
+def with_controls_and_masks(stat: tuple[int, int], others: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """`Source.stat_item` from the `stat` of its pictures."""
     size, number = stat
     if every := list(others):

@@ -27,6 +27,7 @@ from pipeline.base.errors import AwayError, UserError
 from pipeline.data.cache.arrow import ParquetFile
 from pipeline.data.cache.layout import digest
 from pipeline.data.sources.caption_columns import text_columns
+from pipeline.data.sources.controls_and_masks import ControlOrMask
 from pipeline.data.sources.filenames import (
     EXTENSIONS,
     error_text,
@@ -40,7 +41,6 @@ from pipeline.data.sources.filenames import (
 )
 from pipeline.data.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
 from pipeline.data.sources.folder import FolderSource, Listing, texts
-from pipeline.data.sources.further import Further
 from pipeline.data.sources.metadata_files import (
     LINK_COLUMNS,
     NAME_COLUMNS,
@@ -105,14 +105,14 @@ class ListingSource(FolderSource):
         self.files, self.format = sorted(set(files)), format
         self.image_field, self.image_root = given.config.image_field, given.config.image_root
 
-    further_by = frozenset({"column"})
+    paired_by = frozenset({"column"})
 
     def _list(self) -> Listing:
         self.filesystem.refresh()
         self.filesystem.require(self.files)
         self._reset_ignored()
         self._stems, self.picture_columns = None, frozenset()
-        metadata = MetadataReader(self.filesystem, self.rule, self.scratch, self.further, self.files)
+        metadata = MetadataReader(self.filesystem, self.rule, self.scratch, self.controls_and_masks, self.files)
         for file in self.files:
             self._read_listing(metadata, file)
         named, pictures, rejects = metadata.finish()
@@ -187,7 +187,7 @@ class ParquetSource(FilesSource):
         r"=(?P<name>.*)|(?P<group>\d+):(?P<row>\d+)\+(?P<size>\d+)(/(?P<column>.*))?",
         re.DOTALL,
     )
-    further_by = frozenset({"column"})
+    paired_by = frozenset({"column"})
 
     def __init__(self, given: Given, files: Iterable[str]):
         super().__init__(WithObjects(given.filesystem, given.patience_s), files, given.rule, given.name)
@@ -236,7 +236,7 @@ class ParquetSource(FilesSource):
         try:
             table, column = self._file(name), self._layout(name).column
             rows, pictures = self._read_group(name, table, group, others)
-            further = {one: self._group(name, group, one.column) for one in self.further}
+            controls_and_masks = {one: self._group(name, group, one.column) for one in self.controls_and_masks}
         except (pa.ArrowException, OSError) as error:
             which = f"rows {first} to {first + table.metadata.row_group(group).num_rows - 1}"
             wrong = f"{which} cannot be read: {escaped(error_text(error))}"
@@ -250,14 +250,16 @@ class ParquetSource(FilesSource):
                 yield Reject(at.item, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
             else:
                 item = self._item(at, values, picture)
-                if isinstance(item, Item) and further:
-                    item = self._with_pictures(item, at, {one: _value(every[row]) for one, every in further.items()})
+                if isinstance(item, Item) and controls_and_masks:
+                    item = self._with_pictures(
+                        item, at, {one: _value(every[row]) for one, every in controls_and_masks.items()}
+                    )
                 yield item
 
-    def _with_pictures(self, item: Item, row: Place, values: dict[Further, Any]) -> Item | Reject:
+    def _with_pictures(self, item: Item, row: Place, values: dict[ControlOrMask, Any]) -> Item | Reject:
         """An item with its control pictures and masks. row: its place without that of the picture; values: of their
         columns."""
-        found: dict[Further, list[Place]] = {}
+        found: dict[ControlOrMask, list[Place]] = {}
         for one, value in values.items():
             data, file = _bytes_and_name(value)
             assert row.part is not None
@@ -270,7 +272,7 @@ class ParquetSource(FilesSource):
             except ValueError as error:
                 return Reject(row.item, f"its {escaped(str(one.column))!r} names {shown(file or '')!r}: {error}")
             found[one] = [Place(key, row.part, f"={key}")] if key else []
-        return self._with_further(item, found)
+        return self._with_controls_and_masks(item, found)
 
     def _other_columns(self, name: str, table: ParquetFile) -> list[str]:
         """The columns other than the picture.
@@ -282,10 +284,10 @@ class ParquetSource(FilesSource):
         schema = pa.schema([f for f in table.schema_arrow if f.name != column and not _has_bytes(f.type)])
         columns = _columns_of(schema)
         if self.rule.lacks_captions(columns):
-            check_caption_columns(self.filesystem, name, self.rule, columns, column, others=self._columns_beside(name))
+            check_caption_columns(self.filesystem, name, self.rule, columns, column, others=self._columns_next_to(name))
         return list(schema.names)
 
-    def _columns_beside(self, name: str) -> set[str]:
+    def _columns_next_to(self, name: str) -> set[str]:
         """The columns of some of the other files."""
         columns = set[str]()
         for file in [file for file in self.files if file != name][:MAX_BESIDE]:
@@ -380,7 +382,7 @@ class ParquetSource(FilesSource):
                     form = "parquet" if _entry(kind) is kind and _text(kind) else None
                     columns = _columns_of(table.schema_arrow)
                     raise refused(self.filesystem, self.files or [part], part, column, first, columns, self.rule, form)
-                used = {column, *(one.column for one in self.further)}
+                used = {column, *(one.column for one in self.controls_and_masks)}
                 others = (f for f in table.schema_arrow if f.name not in used and _holds_bytes(f.type))
                 unused = (f.name for f in others if pa.types.is_struct(f.type) or kind_of(f.name))
                 self._layouts[part] = _Layout(column, _holds_bytes(kind), is_object(first), frozenset(unused))
@@ -394,7 +396,7 @@ class ParquetSource(FilesSource):
         """
         schema = table.schema_arrow
         kinds = dict(zip(schema.names, schema.types, strict=True))
-        for one in self.further:
+        for one in self.controls_and_masks:
             if kinds.pop(str(one.column), None) is None:
                 fix = f"--set data.pictures.{one.kind}.column=COLUMN"
                 raise no_column(self.filesystem, part, repr(one.column), schema.names, fix)
@@ -446,8 +448,8 @@ class ParquetSource(FilesSource):
             table, layout, version = self._file(file), self._layout(file), self._versions[file]
         except (OSError, pa.ArrowException):
             return None
-        decisive = (self.rule.identity(), str(self.image_field), repr(self.further), *map(str, version))
-        columns = [layout.column, *(str(one.column) for one in self.further)]
+        decisive = (self.rule.identity(), str(self.image_field), repr(self.controls_and_masks), *map(str, version))
+        columns = [layout.column, *(str(one.column) for one in self.controls_and_masks)]
         names_files = any(not _holds_bytes(table.schema_arrow.field(c).type) or _nulls(table, c) for c in columns)
         return None if names_files else digest(RULE, *decisive).hex()
 

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 from pipeline.base.errors import UserError
 from pipeline.data.cache.layout import digest
 from pipeline.data.sources.caption_columns import CaptionRule
+from pipeline.data.sources.controls_and_masks import ControlOrMask
 from pipeline.data.sources.filenames import (
     EXTENSIONS,
     error_text,
@@ -34,7 +35,6 @@ from pipeline.data.sources.filenames import (
     unsafe_reason,
 )
 from pipeline.data.sources.filesystem import BoundedReader, Filesystem, Unreadable, is_read_error, unreadable_reason
-from pipeline.data.sources.further import Further
 from pipeline.data.sources.range_prefetch import FileRange
 from pipeline.data.sources.reject_kinds import Kinds
 from pipeline.data.sources.sidecars import (
@@ -114,7 +114,7 @@ class TarSource(FilesSource):
     """
 
     WHERE = re.compile(r"(?P<offset>\d+)\+(?P<size>\d+)")
-    further_by = frozenset({"suffix", "folder"})
+    paired_by = frozenset({"suffix", "folder"})
     shares_captions = True
 
     def __init__(
@@ -145,9 +145,9 @@ class TarSource(FilesSource):
             tar.reject(name, unreadable_reason(name, error))
             whole = False
         columns = self._read_sidecars(tar) if tar.samples else {}
-        further = self._take_further(tar)
+        controls_and_masks = self._take_controls_and_masks(tar)
         for prefix, sample in tar.samples.items():
-            self._add_items(tar, prefix, sample, columns, further)
+            self._add_items(tar, prefix, sample, columns, controls_and_masks)
         if whole:
             self._check(tar)
         yield from sorted(tar.rejects, key=lambda reject: reject.key)
@@ -258,20 +258,22 @@ class TarSource(FilesSource):
             return ending in CAPTION_ENDINGS
         return any(f"{column.lower()}.".startswith(f"{key}.") for column in self.rule.columns)
 
-    def _take_further(self, tar: _Tar) -> dict[tuple[Further, str], list[Place]]:
+    def _take_controls_and_masks(self, tar: _Tar) -> dict[tuple[ControlOrMask, str], list[Place]]:
         """Take the control pictures and masks out of the samples: by kind and the name of the sample that they belong
         to."""
-        found: dict[tuple[Further, str], list[Place]] = {}
-        for prefix, sample in list(tar.samples.items()) if self.further else ():
+        found: dict[tuple[ControlOrMask, str], list[Place]] = {}
+        for prefix, sample in list(tar.samples.items()) if self.controls_and_masks else ():
             for key, (name, offset, size) in list(sample.fields.items()):
-                for one in self.further if extension(name) in EXTENSIONS else ():
+                for one in self.controls_and_masks if extension(name) in EXTENSIONS else ():
                     if (owner := one.owner(name)) is not None:
                         place = Place(f"{tar.name}/{name}", tar.name, f"{offset}+{size}")
                         found.setdefault((one, owner), []).append(place)
                         sample.fields.pop(key, None)
             if not sample.fields and not sample.problems:
                 del tar.samples[prefix]
-        owners = {owner for prefix in tar.samples for one in self.further for owner in one.owners(f"{prefix}.png")}
+        owners = {
+            owner for prefix in tar.samples for one in self.controls_and_masks for owner in one.owners(f"{prefix}.png")
+        }
         for (one, owner), places in found.items():
             if owner not in owners:
                 self._ignore(f"{one.kind} picture of no picture", len(places), [places[0].item])
@@ -283,10 +285,10 @@ class TarSource(FilesSource):
         prefix: str,
         sample: _Sample,
         columns: dict[str, SampleColumns],
-        further: Mapping[tuple[Further, str], list[Place]],
+        controls_and_masks: Mapping[tuple[ControlOrMask, str], list[Place]],
     ) -> None:
-        """Add the items and rejects of a sample. columns: sample -> what the files next to the tar say; further: as of
-        `_take_further`."""
+        """Add the items and rejects of a sample. columns: sample -> what the files next to the tar say;
+        controls_and_masks: as of `_take_controls_and_masks`."""
         pictures = [key for key in sample.fields if key in EXTENSIONS]
         tar.pictures += len(pictures)
         if sample.problems:
@@ -307,7 +309,7 @@ class TarSource(FilesSource):
                 name = sample.fields[texts[0]][0] if texts else prefix
                 self._ignore(NO_PICTURE, 1, [f"{tar.name}/{name}"])
             return
-        beside = columns.get(prefix) or columns.get(posixpath.basename(prefix)) or SampleColumns()
+        columns_here = columns.get(prefix) or columns.get(posixpath.basename(prefix)) or SampleColumns()
         usable = CAPTION_ENDINGS if self.rule.text_weight is not None else ("json",)
         contents, named = dict[str, Content](), dict[str, Any]()
         for key, data in sorted(sample.texts.items(), key=lambda each: (_NAMED[extension(f"x.{each[0]}")], each[0])):
@@ -316,16 +318,19 @@ class TarSource(FilesSource):
                 named[key] = content
             elif extension(f"x.{key}") in usable:
                 contents[f"its .{key}"] = content
-        beside = SampleColumns({**beside.captions, **named}, beside.scores)
-        said, row = captions_of(self.rule, contents, beside, "its .json")
+        columns_here = SampleColumns({**columns_here.captions, **named}, columns_here.scores)
+        said, row = captions_of(self.rule, contents, columns_here, "its .json")
         otherwise = f"has no caption: no .txt, and {f'its .json {self.rule.lacking(row)}' if row else 'no .json'}"
         for key in pictures:
             name, offset, size = sample.fields[key]
             entry = self._captioned(Place(f"{tar.name}/{name}", tar.name, f"{offset}+{size}"), said, otherwise)
             if isinstance(entry, Item):
-                names = {one: one.owners(f"{prefix}.{key}") for one in self.further}
-                owned = {one: [place for name in names[one] for place in further.get((one, name), ())] for one in names}
-                entry = self._with_further(entry, owned)
+                names = {one: one.owners(f"{prefix}.{key}") for one in self.controls_and_masks}
+                owned = {
+                    one: [place for name in names[one] for place in controls_and_masks.get((one, name), ())]
+                    for one in names
+                }
+                entry = self._with_controls_and_masks(entry, owned)
             elif entry.reason == otherwise:
                 tar.without_caption.append(otherwise)
                 others = [each for each in sample.fields if "." in each and extension(each) in TEXT_ENDINGS]
@@ -382,11 +387,11 @@ class TarSource(FilesSource):
                 loose.note(what, self.ignored.counts[what], texts)
         return loose
 
-    def read_beside(self, file: str, limit: int) -> bytes:
+    def read_next_to(self, file: str, limit: int) -> bytes:
         """See `Source`. A member is looked for from the beginning of its tar, on a disk only."""
         tar = next((tar for tar in self.files if file.startswith(f"{tar}/")), None)
         if tar is None:
-            return super().read_beside(file, limit)
+            return super().read_next_to(file, limit)
         if self.filesystem.is_remote:
             raise Unreadable(f"{escaped(file)}: is read with its tar only")
         with suppress(tarfile.TarError, OSError), self.filesystem.open(tar) as stream:
@@ -410,7 +415,7 @@ class TarSource(FilesSource):
         except Unreadable:
             return None
         numbers = [str(number) for version in versions for number in version]
-        return digest(RULE, self.rule.identity(), repr(self.further), *numbers).hex()
+        return digest(RULE, self.rule.identity(), repr(self.controls_and_masks), *numbers).hex()
 
 
 class Webdataset(Format):

@@ -69,7 +69,7 @@ def naming(read: Callable[[str, int], bytes], files: Iterable[str], bare: Sequen
     """The files that name pictures without a caption, with two words or more next to each name.
 
     Args:
-        read: as `Source.read_beside`. files: see `candidates`. bare: pictures without a caption, some of them.
+        read: as `Source.read_next_to`. files: see `candidates`. bare: pictures without a caption, some of them.
     """
     names = {composed(posixpath.basename(picture)).lower(): picture for picture in bare[:PICTURES]}
     stems = {split(name)[0]: picture for name, picture in names.items() if len(split(name)[0]) > 3}

@@ -99,8 +99,8 @@ class Time:
         traffic = _traffic(prediction, repeats)
         busy = sum(kernels.values())
         divided = prediction.layout.tp > 1  # blocks wait for sums of activations
-        beside = ("gather", "scatter") if divided else ("gather", "reduce")
-        hidden = sum(s for name, s in traffic.items() if any(word in name for word in beside))
+        overlapped = ("gather", "scatter") if divided else ("gather", "reduce")
+        hidden = sum(s for name, s in traffic.items() if any(word in name for word in overlapped))
         exposed = max(0.0, hidden - OVERLAP * busy) + sum(traffic.values()) - hidden
         stages = prediction.layout.pp
         tokens = shape.tokens(prediction.architecture)

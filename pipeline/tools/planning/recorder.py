@@ -200,11 +200,11 @@ class Recorder(TorchDispatchMode):
                 return _python_code(func)(*args, **kwargs)
         result = func(*args, **kwargs)
         outputs = _tensors(result)
-        beside = self.scratch[func._opname](*args, **kwargs) if func._opname in self.scratch else ()
-        for tensor in (*outputs, *beside):
+        workspace = self.scratch[func._opname](*args, **kwargs) if func._opname in self.scratch else ()
+        for tensor in (*outputs, *workspace):
             for storage in _storages(tensor):
                 self._note(storage)
-        del beside
+        del workspace
         if self.gloo and func.namespace == "c10d" and ("gather" in func._opname or "scatter" in func._opname):
             sent = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
             self.mark(BUFFERS, [torch.empty_like(max(sent, key=Tensor.numel))])

@@ -195,14 +195,14 @@ def config_of(path: Path, stored: Mapping[str, Tensor]) -> SanaShape:
         raise UserError(
             f"{path} is a guidance-distilled model (Sana-Sprint: it has cfg_embedder)", expected="Sana or SANA-1.5"
         )
-    beside = path.with_name("config.json")
-    if beside.is_file():
-        return read_config(beside.parent)
+    config_file = path.with_name("config.json")
+    if config_file.is_file():
+        return read_config(config_file.parent)
     if width not in CROSS_HEADS or width % _HEAD:
         raise UserError(
             f"{path} does not say how many heads the cross attention of a model of width {width} has",
             expected=f"width {' or '.join(map(str, CROSS_HEADS))}",
-            fix=f"put the model's diffusers config.json at {beside}",
+            fix=f"put the model's diffusers config.json at {config_file}",
         )
     norm = "blocks.0.attn.q_norm.weight" in shapes
     repository = next((part for part in path.parts if part.startswith("models--")), "")
@@ -211,7 +211,7 @@ def config_of(path: Path, stored: Mapping[str, Tensor]) -> SanaShape:
             f"{path} is a model of Sana-Sprint by its {'shape' if norm and width == min(CROSS_HEADS) else 'name'}; its "
             "teachers read timesteps divided by 1000 (timestep_norm_scale_factor)",
             expected="Sana or SANA-1.5",
-            fix=f"take the weights of SANA-1.5; if it is another model, put its diffusers config.json at {beside}",
+            fix=f"take the weights of SANA-1.5; if it is another model, put its diffusers config.json at {config_file}",
         )
     side, scale = _positions(path, stored)
     return SanaShape(

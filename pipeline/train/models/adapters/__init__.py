@@ -115,10 +115,10 @@ class Merged(Mapping[str, Tensor]):
         self, spec: ModelSpec, adapter: Adapter, base: Values, trained: Mapping[str, Tensor], strength: float = 1.0
     ):
         self.spec, self.adapter, self.base, self.trained, self.strength = spec, adapter, base, trained, strength
-        self._beside: frozenset[str] = frozenset(trained) if adapter.stays and strength else frozenset()
+        self._added: frozenset[str] = frozenset(trained) if adapter.stays and strength else frozenset()
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._beside:
+        if name in self._added:
             weight = self.trained[name]
         else:
             shape = self.base.shapes[name]
@@ -126,10 +126,10 @@ class Merged(Mapping[str, Tensor]):
         return self.adapter.merged(name, weight, self.trained, self.strength) if self.strength else weight.clone()
 
     def __iter__(self) -> Iterator[str]:
-        return itertools.chain(self.base.shapes, self._beside)
+        return itertools.chain(self.base.shapes, self._added)
 
     def __len__(self) -> int:
-        return len(self.base.shapes) + len(self._beside)
+        return len(self.base.shapes) + len(self._added)
 
     def at(self, strength: float) -> Merged:
         """The same with another strength."""

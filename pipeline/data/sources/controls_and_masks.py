@@ -11,7 +11,7 @@ from pipeline.data.sources.filenames import base, composed
 
 
 @dataclass(frozen=True)
-class Further:
+class ControlOrMask:
     """A kind of control pictures and masks. One of `suffix`, `folder` and `column` is set, as in
     `ControlOrMaskConfig`."""
 
@@ -57,8 +57,8 @@ class Further:
             return base(f"{above}/{below}"[1:]) if inside else None
         stem, suffix = base(name), composed(self.suffix or "")
         picture = stem[: -len(suffix)]
-        is_further = suffix and picture and stem[len(picture) :].lower() == suffix.lower()
-        return base(f"{picture}.png") if is_further else None
+        belongs = suffix and picture and stem[len(picture) :].lower() == suffix.lower()
+        return base(f"{picture}.png") if belongs else None
 
     def owners(self, key: str) -> list[str]:
         """Return what `owner` may give for the control picture or mask of a picture. A folder `train/masks` is next to
@@ -87,25 +87,27 @@ def sisters(key: str) -> list[str]:
     return ["/".join([*parts[:place], *parts[place + 1 :]]) for place in range(len(parts) - 1)]
 
 
-def wanted(pictures: ControlsAndMasks) -> tuple[Further, ...]:
+def wanted(pictures: ControlsAndMasks) -> tuple[ControlOrMask, ...]:
     """Return those that a source has to find; what is made from the sample's picture is none of them."""
     every: Iterable[tuple[str, ControlOrMaskConfig | None]] = pictures
     return tuple(
-        Further(kind, given.suffix, given.folder, given.column, given.required)
+        ControlOrMask(kind, given.suffix, given.folder, given.column, given.required)
         for kind, given in every
         if given is not None and (given.suffix or given.folder or given.column)
     )
 
 
-def remedy(further: Iterable[Further], reasons: Iterable[str]) -> str | None:
+def remedy(controls_and_masks: Iterable[ControlOrMask], reasons: Iterable[str]) -> str | None:
     """Say what a user can do, if reasons of rejects say that samples lack one; else None."""
     reasons = list(reasons)
-    return "; ".join(one.remedy for one in further if any(one.lacking in reason for reason in reasons)) or None
+    return (
+        "; ".join(one.remedy for one in controls_and_masks if any(one.lacking in reason for reason in reasons)) or None
+    )
 
 
-def check(further: Iterable[Further], ways: frozenset[str], format: str) -> None:
+def check(controls_and_masks: Iterable[ControlOrMask], ways: frozenset[str], format: str) -> None:
     """Raises a UserError if a source of this format cannot find one."""
-    for one in further:
+    for one in controls_and_masks:
         if one.way not in ways:
             raise UserError(
                 f"{one.option}: control pictures and masks of a source of the format {format} are not found this way",
