@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -246,7 +247,8 @@ def test_latents_equal_the_autoencoders(folder: Path, images: np.ndarray) -> Non
     assert (got != want.to(torch.bfloat16)).float().mean() < 0.01
     assert np.array_equal(bits, encoder.encode(images))
     assert (encoder.compression, encoder.channels) == (8, small_models.LATENT_CHANNELS)
-    encoder.scaling_factor *= 2
+    settings = encoder.kind.settings
+    encoder.kind = replace(encoder.kind, settings={**settings, "scaling_factor": 2 * settings["scaling_factor"]})
     assert torch.equal(from_bits(encoder.encode(images)).float(), 2 * got.float())
 
 
@@ -384,7 +386,7 @@ def test_a_bf16_vae_runs_in_bf16(folder: Path, images: np.ndarray) -> None:
 
 def test_latents_that_are_not_finite_name_their_rows(folder: Path, images: np.ndarray) -> None:
     encoder = encoders.LatentEncoder.load(VaeConfig(id=str(folder)), "cpu")
-    encoder.scaling_factor = 1.0
+    encoder.kind = replace(encoder.kind, settings={**encoder.kind.settings, "scaling_factor": 1.0})
     inner = encoder.model.encoder
     encoder.model.encoder = torch.nn.Sequential(inner, Spoil({0: float("nan"), 2: 3.4e38}))
     with pytest.raises(NonFiniteOutputError) as caught:
@@ -429,6 +431,7 @@ def test_encoding_fields(folder: Path) -> None:
         "channels": small_models.LATENT_CHANNELS,
         "dtype": "fp32",
         "scaling_factor": saved["scaling_factor"],
+        "shift_factor": 0.0,
         "tiling": False,
     }
     assert text == {

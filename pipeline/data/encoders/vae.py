@@ -11,36 +11,20 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.base.config import Weights
 from pipeline.base.errors import is_out_of_memory
-from pipeline.base.hub import ModelError, open_tensors, read_settings, resolve, weight_files
+from pipeline.base.hub import ModelError, open_tensors, resolve, weight_files
 from pipeline.data.encoders.config import VaeConfig
 from pipeline.data.encoders.frozen import DTYPES, NonFiniteOutputError, digest, finite_bits, from_bits
-
-if TYPE_CHECKING:
-    from diffusers import AutoencoderDC, AutoencoderTiny
-
-
-_VAE_ARCHITECTURE: dict[str, Any] = {  # diffusers' defaults, for configurations written before a key existed
-    "in_channels": 3,
-    "latent_channels": 32,
-    "attention_head_dim": 32,
-    "encoder_block_types": "ResBlock",
-    "encoder_block_out_channels": [128, 256, 512, 512, 1024, 1024],
-    "encoder_layers_per_block": [2, 2, 2, 3, 3, 3],
-    "encoder_qkv_multiscales": [[], [], [], [5], [5], [5]],
-    "downsample_block_type": "pixel_unshuffle",
-    "encoder_out_shortcut": True,
-}
-
+from pipeline.data.encoders.vae_kind import VaeKind, decoder_at, vae_at
 
 # ---------------------------------------------------------------- encodings, from files alone
 
@@ -53,66 +37,25 @@ def describe_vae(config: VaeConfig) -> dict[str, Any]:
         ModelError: no such model, another class of model, weights that cannot be read.
     """
     folder = resolve(config)
-    settings = _vae_settings(folder)
+    kind = vae_at(folder)
     return {
-        "weights": digest(weight_files(folder), _encoder_tensor, _vae_architecture(settings)),
-        "compression": _compression(settings),
-        "channels": int(_vae_architecture(settings)["latent_channels"]),
+        "weights": digest(weight_files(folder), partial(kind.tensor_name, half="encoder"), kind.architecture),
+        **kind.described,
         "dtype": config.dtype,
-        "scaling_factor": _scaling_factor(folder, settings),
         "tiling": False,
     }
 
 
 def vae_shape(folder: Path) -> tuple[int, int]:
     """Pixels per latent side, and latent channels, of the VAE whose `config.json` is in a folder."""
-    settings = _vae_settings(folder)
-    return _compression(settings), int(_vae_architecture(settings)["latent_channels"])
+    kind = vae_at(folder)
+    return kind.compression, kind.channels
 
 
 def decoder_shape(folder: Path) -> tuple[int, int]:
     """The same of a decoder."""
-    settings = _decoder_settings(folder)
-    if settings["_class_name"] == "AutoencoderDC":
-        stages = settings.get("decoder_block_out_channels") or _VAE_ARCHITECTURE["encoder_block_out_channels"]
-        return 2 ** (len(stages) - 1), int(settings.get("latent_channels", 32))
-    stages = settings.get("num_decoder_blocks", (3, 3, 3, 1))
-    factor = settings.get("upsampling_scaling_factor", 2)
-    return int(factor ** (len(stages) - 1)), int(settings.get("latent_channels", 4))
-
-
-def _decoder_settings(folder: Path) -> dict[str, Any]:
-    fix = "vae.decoder: null, or the hub id or the folder of such a model"
-    return read_settings(folder, "_class_name", ("AutoencoderDC", "AutoencoderTiny"), "decoder", fix)
-
-
-def _vae_settings(folder: Path) -> dict[str, Any]:
-    fix = "point vae.id at a Sana repository, or at its VAE"
-    return read_settings(folder, "_class_name", ("AutoencoderDC",), "VAE", fix)
-
-
-def _vae_architecture(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: settings.get(key, default) for key, default in _VAE_ARCHITECTURE.items()}
-
-
-def _compression(settings: dict[str, Any]) -> int:
-    return 2 ** (len(_vae_architecture(settings)["encoder_block_out_channels"]) - 1)
-
-
-def _scaling_factor(folder: Path, settings: dict[str, Any]) -> float:
-    value = settings.get("scaling_factor")
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise ModelError(
-            f"{folder / 'config.json'} states no usable scaling_factor",
-            expected="a positive number (0.41407 for Sana's DC-AE)",
-            found=repr(value),
-            fix=f"write it into {folder / 'config.json'}, or fetch the folder again",
-        )
-    return float(value)
-
-
-def _encoder_tensor(name: str) -> str | None:
-    return name if name.startswith("encoder.") else None
+    kind = decoder_at(folder)
+    return kind.decoder_compression, kind.channels
 
 
 @contextlib.contextmanager
@@ -131,35 +74,24 @@ def _arithmetic(dtype: str) -> Iterator[None]:
 # ---------------------------------------------------------------- pictures
 
 
-def _half_autoencoder(weights: Weights, keep: str, dtype: str, device: Any) -> Any:
-    """AutoencoderDC or AutoencoderTiny with only its `encoder` or its `decoder`; the other half is never allocated."""
-    folder = resolve(weights)
-    model = _half_on_meta(folder, keep)
+def _half(kind: VaeKind, half: str, dtype: str, device: Any) -> Any:
+    """diffusers' module with only its `encoder` or its `decoder`, and that half's weights."""
+    model = kind.on_meta(half)
     state = {}
-    for path in weight_files(folder):
+    for path in weight_files(kind.folder):
         with open_tensors(path) as handle:
-            for name in handle.keys():
-                if name.startswith(f"{keep}."):
-                    state[name] = handle.get_tensor(name).to(DTYPES[dtype])
+            for stored in handle.keys():
+                if (name := kind.tensor_name(stored, half)) is not None:
+                    state[name] = handle.get_tensor(stored).to(DTYPES[dtype])
     try:
         model.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
         raise ModelError(
-            f"the weights in {folder} do not fit its config.json",
+            f"the weights in {kind.folder} do not fit its config.json",
             found=" ".join(str(error).split())[:600],
             fix="fetch the folder again",
         ) from None
     return model.to(device).eval().requires_grad_(False)
-
-
-def _half_on_meta(folder: Path, keep: str) -> Any:
-    import diffusers
-
-    settings = _decoder_settings(folder)
-    with torch.device("meta"):
-        model = getattr(diffusers, settings["_class_name"]).from_config(settings)
-    delattr(model, "decoder" if keep == "encoder" else "encoder")
-    return model
 
 
 @dataclass(frozen=True)
@@ -175,12 +107,13 @@ class Footprint:
 def footprint(config: VaeConfig, height: int, width: int) -> Footprint:
     """Measure an encoding of height x width pixels on the meta device: no weights are read, no memory is used.
     Workspaces of cuDNN are not in it."""
-    model = torch.nn.Module.to(_half_on_meta(resolve(config), "encoder"), DTYPES[config.dtype])
+    kind = vae_at(resolve(config))
+    model = torch.nn.Module.to(kind.on_meta("encoder"), DTYPES[config.dtype])
     parameters = sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
     with torch.inference_mode(), _LiveTensors() as live:
         pixels = torch.empty(1, height, width, 3, dtype=torch.uint8, device="meta")
         x = pixels.permute(0, 3, 1, 2).to(torch.int32).to(DTYPES[config.dtype])
-        model.encode(x)
+        kind.encode(model, x)
     return Footprint(parameters, live.peak, live.largest)
 
 
@@ -213,26 +146,22 @@ class _LiveTensors(TorchDispatchMode):
 
 
 class LatentEncoder:
-    """DC-AE's encoder: pictures to latents that are already multiplied by the scaling factor. compression: pixels per
-    latent side. channels: of a latent."""
+    """A VAE's encoder: pictures to normalised latents. compression: pixels per latent side. channels: of a latent."""
 
-    def __init__(self, model: AutoencoderDC, config: VaeConfig, compression: int, channels: int, scaling_factor: float):
-        self.model, self.dtype = model, config.dtype
-        self.compression, self.channels, self.scaling_factor = compression, channels, scaling_factor
+    def __init__(self, model: Any, kind: VaeKind, dtype: str):
+        self.model, self.kind, self.dtype = model, kind, dtype
+        self.compression, self.channels = kind.compression, kind.channels
         self.device = next(model.parameters()).device
         # x / 255 * 2 - 1 for each of the 256 values, computed on the CPU: a GPU multiplies by the reciprocal instead
         # of dividing, which changes the last bit.
         levels = torch.arange(256, dtype=torch.float32) / 255 * 2 - 1
-        self._levels = levels.to(self.device, DTYPES[config.dtype])
+        self._levels = levels.to(self.device, DTYPES[dtype])
 
     @classmethod
     def load(cls, config: VaeConfig, device: str | torch.device) -> LatentEncoder:
         """Read the encoder's weights alone. Raises ModelError where they do not fit."""
-        folder = resolve(config)
-        settings = _vae_settings(folder)
-        model = _half_autoencoder(config, "encoder", config.dtype, device)
-        scale = _scaling_factor(folder, settings)
-        return cls(model, config, _compression(settings), int(_vae_architecture(settings)["latent_channels"]), scale)
+        kind = vae_at(resolve(config))
+        return cls(_half(kind, "encoder", config.dtype, device), kind, config.dtype)
 
     @torch.inference_mode()
     def encode(self, images: np.ndarray) -> np.ndarray:
@@ -242,9 +171,9 @@ class LatentEncoder:
             images: uint8 (b, H, W, 3), RGB, b at least 1, H and W multiples of `compression`, as all buckets' are.
 
         Returns:
-            uint16 (b, channels, H/compression, W/compression): bits of bf16(latent * scaling_factor), the product in
-            fp32. Deterministic (DC-AE has no posterior), the whole picture at once: DC-AE's linear attention is
-            global, so a tiled encoding would be another latent.
+            uint16 (b, channels, H/compression, W/compression): bits of bf16((latent - shift_factor) *
+            scaling_factor), computed in fp32. Deterministic (of a posterior its mode), the whole picture at once:
+            attention is global, so a tiled encoding would be another latent.
 
         Raises:
             NonFiniteError: with the batch rows.
@@ -252,8 +181,8 @@ class LatentEncoder:
         pixels = torch.from_numpy(np.ascontiguousarray(images)).to(self.device)
         x = self._levels[pixels.permute(0, 3, 1, 2).to(torch.int32)].contiguous()
         with _arithmetic(self.dtype):
-            latent = self.model.encode(x).latent
-        return finite_bits(latent.float() * self.scaling_factor, "image encoder", self.dtype)
+            latent = self.kind.encode(self.model, x)
+        return finite_bits(self.kind.normalise(latent), "image encoder", self.dtype)
 
 
 class ExactComparison:
@@ -295,33 +224,29 @@ class ExactComparison:
 class LatentDecoder:
     """Latents, as they are cached and sampled, to pictures: the only access to a decoder."""
 
-    def __init__(self, model: AutoencoderDC | AutoencoderTiny, scaling_factor: float, dtype: str = "fp32"):
-        self.model, self.dtype, self.scaling_factor = model, dtype, scaling_factor
+    def __init__(self, model: Any, kind: VaeKind, latents: VaeKind, dtype: str):
+        self.model, self.kind, self.latents, self.dtype = model, kind, latents, dtype
         self.device = next(model.parameters()).device
 
     @classmethod
     def load(cls, config: VaeConfig, device: str | torch.device) -> LatentDecoder:
-        """Read the weights of the decoder alone: that of `vae.decoder`, else the VAE's. An `AutoencoderTiny` takes
-        latents as the model draws them, divided by the factor of its configuration (1 unless stated), as in diffusers'
-        pipelines. A decoder of other latents is refused."""
+        """Read the weights of the decoder alone: that of `vae.decoder`, else the VAE's. A decoder of other latents is
+        refused."""
         folder = resolve(config)
-        settings = _vae_settings(folder)
-        scale = _scaling_factor(folder, settings)
-        if (weights := config.other_decoder) is None:
-            return cls(_half_autoencoder(config, "decoder", config.dtype, device), scale, config.dtype)
-        other = resolve(weights)
-        check_decoder(folder, other)
-        theirs = _decoder_settings(other)
-        model = _half_autoencoder(weights, "decoder", "fp32", device)
-        tiny = theirs["_class_name"] == "AutoencoderTiny"
-        return cls(model, float(theirs.get("scaling_factor", 1)) if tiny else scale)
+        kind, dtype = vae_at(folder), config.dtype
+        latents = kind
+        if (weights := config.other_decoder) is not None:
+            check_decoder(folder, other := resolve(weights))
+            kind, dtype = decoder_at(other), "fp32"
+            latents = kind if kind.imitates else latents
+        return cls(_half(kind, "decoder", dtype, device), kind, latents, dtype)
 
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> np.ndarray:
         """One forward pass.
 
         Args:
-            latents: float (b, C, h, w), multiplied by the scaling factor (as cached and as sampled).
+            latents: float (b, C, h, w), normalised (as cached and as sampled).
 
         Returns:
             uint8 (b, H, W, 3), RGB: round(255 * clamp(x / 2 + 1/2, 0, 1)).
@@ -329,9 +254,9 @@ class LatentDecoder:
         Raises:
             NonFiniteError: with the batch rows.
         """
-        z = (latents.to(self.device, torch.float32) / self.scaling_factor).to(DTYPES[self.dtype])
+        z = self.latents.denormalise(latents.to(self.device, torch.float32)).to(DTYPES[self.dtype])
         with _arithmetic(self.dtype):
-            x = self.model.decode(z).sample.float()
+            x = self.kind.decode(self.model, z).float()
         bad = ~torch.isfinite(x).reshape(len(x), -1).all(dim=1)
         if bool(bad.any()):
             raise NonFiniteOutputError("latent decoder", bad.nonzero().flatten().tolist(), self.dtype)
@@ -342,12 +267,12 @@ class LatentDecoder:
 def check_decoder(folder: Path, other: Path) -> None:
     """ModelError unless the decoder whose `config.json` is in `other` is for latents like those of the VAE in
     `folder`."""
-    vae, decoder = _vae_settings(folder), _decoder_settings(other)
-    names = ("pixels per latent side", "latent channels", "scaling factor")
-    ours = [*vae_shape(folder), vae.get("scaling_factor")]
-    theirs = [*decoder_shape(other), decoder.get("scaling_factor")]
-    if decoder["_class_name"] == "AutoencoderTiny" or theirs[2] is None:
-        theirs[2] = ours[2]  # another factor, or none stated
+    vae, decoder = vae_at(folder), decoder_at(other)
+    names = ("pixels per latent side", "latent channels", "scaling factor", "shift factor")
+    ours = [vae.compression, vae.channels, vae.scaling_factor, vae.shift_factor]
+    stated = decoder.settings.get("scaling_factor", vae.scaling_factor)
+    factors = ours[2:] if decoder.imitates else [stated, decoder.shift_factor]
+    theirs = [decoder.decoder_compression, decoder.channels, *factors]
     odd = [f"{name}: {a} | {b}" for name, a, b in zip(names, ours, theirs, strict=True) if a != b]
     if odd:
         raise ModelError(

@@ -17,18 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatentEncoding(PictureSignal):
-    """Values of a latent: bf16(encoder(image in [-1, 1]) * scaling_factor in fp32), shape (channels, H/f, W/f)."""
+    """Values of a latent: bf16((encoder(image in [-1, 1]) - shift_factor) * scaling_factor in fp32), shape (channels,
+    H/f, W/f). The defaults are Sana's VAE, and do not enter ids."""
 
     kind: ClassVar[str] = "latent"
     noun: ClassVar[str] = "images"
     section: ClassVar[str] = "vae"
     optional: ClassVar[bool] = False
+    later: ClassVar[tuple[str, ...]] = ("shift_factor",)
     axes: ClassVar[tuple[str, ...]] = ("channels", "height", "width")
     weights: str = ""
     compression: int = 32
     channels: int = 32
     dtype: str = "fp32"
     scaling_factor: float = 0.41407
+    shift_factor: float = 0.0
     tiling: bool = False
 
     def shape(self, height: int, width: int) -> tuple[int, ...]:

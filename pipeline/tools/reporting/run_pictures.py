@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 FOLDER = "pictures"
 DECODED = "decoded.json"
 POLL_S = 2.0
-_DECIDES = ("weights", "compression", "channels", "scaling_factor")
+_DECIDES = ("weights", "compression", "channels", "scaling_factor", "shift_factor")
 """Fields of a latent encoding that a decoder has to fit."""
 
 
