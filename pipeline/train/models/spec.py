@@ -27,7 +27,10 @@ from pipeline.base.errors import ConfigError
 from pipeline.train.config import TrainConfig
 from pipeline.train.models.sana_shape import CLASS_NAME
 
-KINDS: dict[str, str] = {CLASS_NAME: "pipeline.train.models.sana_config:SanaConfig"}
+KINDS: dict[str, str] = {
+    CLASS_NAME: "pipeline.train.models.sana_config:SanaConfig",
+    "ZImageTransformer2DModel": "pipeline.train.models.zimage_config:ZImageConfig",
+}
 """diffusers' `_class_name` -> module:class."""
 
 
