@@ -131,7 +131,7 @@ def call_arguments(model: TrainedModel, sample_size: int, compression: int) -> d
     }
     if BINS.get(sample_size) != resolution or model.data.buckets != "sana":
         arguments["use_resolution_binning"] = "False"
-    if model.text.max_length != TextConfig.model_fields["max_length"].default:
+    if model.text.max_length not in (None, 300):
         arguments["max_sequence_length"] = str(model.text.max_length)
     used = instruction(model.text)
     if used != INSTRUCTIONS["diffusers"]:
