@@ -41,6 +41,7 @@ from pipeline.data.cache.layout import Paths
 from pipeline.data.cache.shard import to_ipc
 from pipeline.data.cache.snapshot_lists import publish
 from pipeline.data.cache.status import status
+from pipeline.data.encoders.text_kind import max_length
 from pipeline.data.encoding import estimate, last_scan, scan_rows, unit_records
 from pipeline.data.encoding import plan as planning
 from pipeline.data.encoding import scan as scanning
@@ -127,7 +128,7 @@ def encodings(config: Config) -> tuple[LatentEncoding, TextEncoding]:
         weights="scale",
         dtype=config.text.dtype,
         normalisation="nvlabs" if config.text.prompting == "nvlabs" else "diffusers",
-        max_length=config.text.max_length,
+        max_length=max_length(config.text),
         instruction=instruction(config.text),
         storage=config.encode.storage.text,
     )

@@ -31,6 +31,7 @@ from pipeline.base.gpus import card, memory_of
 from pipeline.base.launch import detect
 from pipeline.base.processes import run_and_exit
 from pipeline.config import load
+from pipeline.data.encoders.text_kind import max_length
 from pipeline.tools.planning.predict import Data, Machine, architecture
 from pipeline.tools.planning.search import Search
 from pipeline.tools.planning.trace import Shape, Traced
@@ -169,7 +170,7 @@ def seconds_one() -> float:
 def seconds_search() -> float:
     """CPU seconds of `plan --search` for the shipped configuration on four cards of 24 GB."""
     config = load("sana_1600m_1024")
-    data = Data.configured(config.model, config.data, config.bucket, config.text.max_length)
+    data = Data.configured(config.model, config.data, config.bucket, max_length(config.text))
     machine = Machine(card("3090"), memory_of("24GiB"), 4)
     began = time.process_time()
     Search(architecture(config.model, config.data.resolution, data), data, machine).ranked(config.train)

@@ -30,6 +30,7 @@ from pipeline.base.gpus import card
 from pipeline.config import Config, load
 from pipeline.data.cache import codec
 from pipeline.data.cache.snapshot_samples import CHUNK_ROWS
+from pipeline.data.encoders.text_kind import max_length
 from pipeline.data.encoding import estimate, plan
 from pipeline.data.loader.loader import LoaderSettings
 from pipeline.data.signals.latent import LatentEncoding
@@ -113,7 +114,7 @@ class CacheFigures:
 
 
 def data_of(config: Config) -> Data:
-    return Data.configured(config.model, config.data, config.bucket, config.text.max_length)
+    return Data.configured(config.model, config.data, config.bucket, max_length(config.text))
 
 
 def cache_of(pairs: int, storage: str = codec.PLAIN) -> CacheFigures:

@@ -210,7 +210,7 @@ def main() -> None:
         folder = Path(place)
         build(folder, tokenizer_for([*short, *long]))
         for name, dtype in DTYPES.items():
-            encoder = TextEncoder.load(TextConfig(id=str(folder), dtype=name), INSTRUCTION, "cpu")
+            encoder = TextEncoder.load(TextConfig(id=str(folder), dtype=name), "cpu")
             with no_progress_bars():
                 model = Gemma2Model.from_pretrained(folder / "text_encoder", dtype=dtype)
             pipe = SanaPipeline(AutoTokenizer.from_pretrained(folder / "tokenizer"), model, None, None, None)

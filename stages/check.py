@@ -26,6 +26,7 @@ from pipeline.base.errors import UserError
 from pipeline.config import Config
 from pipeline.data.encoders import vae as encoders
 from pipeline.data.encoders.text import TOKENIZER_FILES, check_tokenizer, load_tokenizer, text_width
+from pipeline.data.encoders.text_kind import kind_of
 from pipeline.data.images import buckets
 from pipeline.train.models.adapters import adapter_of
 from pipeline.train.models.spec import ModelSpec, spec_at, spec_from_arch
@@ -167,7 +168,7 @@ def _tokenizer(config: Config) -> _Part:
         part.files, part.size = tuple(files), sum(files.values())
         part.to_fetch = sum(size for name, size in files.items() if local.get(name) != size)
         if not part.to_fetch:
-            load_tokenizer(folder)
+            load_tokenizer(folder, kind_of(config.text))
     except UserError as error:
         part.problem = error
     return part

@@ -46,7 +46,6 @@ from pipeline.data.images import buckets
 from pipeline.data.signals import PictureSignal
 from pipeline.data.signals.latent import compression
 from pipeline.data.signals.text import TextEncoding
-from pipeline.data.sources import caption_rules
 from pipeline.data.sources.reject_kinds import Kinds
 from pipeline.data.sources.source import Source
 from pipeline.data.work import claims, disk_space, ray_engine
@@ -154,7 +153,7 @@ def dry_run(
         encodings = signals.encodings(signals.Encoders(config.vae, config.text), config.data, config.encode)
         survey = surveying.survey(source, reading, cache_location(config).open_if_there(), encodings, rehash)
         work, encodings = survey.work, survey.encodings
-        count = partial(count_rows, config.text, caption_rules.instruction(config.text))
+        count = partial(count_rows, config.text)
         sizes, times = estimate.sizes(work, caption_of(encodings), count), None
         if probe:
             device = unit_encoder.device(config.encode.device)

@@ -30,6 +30,7 @@ from pipeline.base.options import value_at
 from pipeline.base.urls import strip_credentials
 from pipeline.config import Config, written
 from pipeline.data.encoders.text import TOKENIZER_FILES, text_width
+from pipeline.data.encoders.text_kind import max_length
 from pipeline.data.encoders.vae import vae_shape
 from pipeline.tools import outputs
 from pipeline.tools.reporting.export_readme import TrainedModel, call_of, copy_pictures, readme, trigger_of
@@ -131,7 +132,7 @@ def run(
             about |= {"vae": _origin(config.vae), "text_encoder": _origin(config.text)}
             text = readme(architecture.readme, described(config, architecture), **about)
         elif form == "nvlabs":
-            architecture.save(weights, work, DTYPES[dtype], form, f"sana{ending}", config.text.max_length)
+            architecture.save(weights, work, DTYPES[dtype], form, f"sana{ending}", max_length(config.text))
             text = readme("nvlabs", described(config, architecture), **about)
         elif of_adapter:
             assert adapter is not None and isinstance(weights, Merged)

@@ -32,6 +32,7 @@ from pipeline.config import LOCAL_NAME, Config, load, load_given, read_tree, val
 from pipeline.data.cache.cache import check_source_name
 from pipeline.data.cache.files import Files
 from pipeline.data.cache.keys import fixed
+from pipeline.data.encoders.text_kind import max_length, normalisation
 from pipeline.data.encoding import estimate, refusals, scan_rows, survey, understood
 from pipeline.data.encoding.picture_commands import ALL_PICTURES
 from pipeline.data.encoding.reading import settles
@@ -266,7 +267,7 @@ def _add_reading(made: Recommendation, looked: Sequence[_Looked], data: Sequence
 
 def _taken(each: _Looked, config: Config) -> list[str]:
     """Say what a source was taken for, with captions as the file makes them."""
-    return each.taken.lines(config.data, config.text.prompting)
+    return each.taken.lines(config.data, normalisation(config.text))
 
 
 def _facts(config: Config, looked: Sequence[_Looked], machine: Machine | None, gpus: int) -> Facts:
@@ -415,7 +416,7 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
         NothingFitsError: nothing fits into the card, as predicted.
     """
     data = replace(
-        Data.configured(config.model, config.data, config.bucket, config.text.max_length), samples=made.trained
+        Data.configured(config.model, config.data, config.bucket, max_length(config.text)), samples=made.trained
     )
     shape = predict.architecture(config.model, config.data.resolution, data)
     lines, step = list[str](), None
@@ -446,7 +447,7 @@ def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], ma
 
 def _cache_bytes(config: Config, looked: _Looked) -> int:
     """Bytes of a source in the cache, by Sana's encoders; tokens by the length of a caption."""
-    latent, text = LatentEncoding(), TextEncoding(max_length=config.text.max_length)
+    latent, text = LatentEncoding(), TextEncoding(max_length=max_length(config.text))
     work = estimate.wanted(looked.table, None, [latent, text], buckets.table(config.data, latent.compression))
 
     def count(texts: Sequence[str]) -> list[int]:

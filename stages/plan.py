@@ -15,6 +15,7 @@ from pipeline.base.amounts import amount, duration, figure
 from pipeline.base.errors import print_error
 from pipeline.base.gpus import GIB
 from pipeline.config import Config
+from pipeline.data.encoders.text_kind import max_length
 from pipeline.data.snapshots.opening import unused_records
 from pipeline.tools.locations import cache_location
 from pipeline.tools.planning import auto, extent
@@ -62,7 +63,7 @@ def run(config: Config, options: Options) -> int:
     for note in () if opened is None else unused_records(opened, objective_of(config.train).pictures):
         click.echo(note, err=True)
     data = (
-        Data.configured(config.model, config.data, config.bucket, config.text.max_length)
+        Data.configured(config.model, config.data, config.bucket, max_length(config.text))
         if opened is None
         else Data.of(opened)
     )

@@ -40,7 +40,7 @@ class InTheLoop:
         self.snapshot, self.sources = snapshot, sources
         self.prompting = config.text.prompting
         self.vae = encoders.LatentEncoder.load(config.vae, "cpu")
-        self.text = TextEncoder.load(config.text, caption_rules.instruction(config.text), "cpu")
+        self.text = TextEncoder.load(config.text, "cpu")
         self.rows = {snapshot.sample_id(row): row for row in range(len(snapshot))}
 
     def batch(self, cached: Batch) -> Batch:

@@ -166,7 +166,7 @@ def gemma(sizes: Sizes, *, captions: int, lengths: list[int]) -> dict[str, Any]:
     figures: dict[str, Any] = {"max_rel_error": 0.0}
     with tempfile.TemporaryDirectory() as folder, no_progress_bars():
         made = save_gemma(Path(folder), sizes)
-        encoder = TextEncoder.load(TextConfig(id=folder), text_encode.INSTRUCTION, sizes.device)
+        encoder = TextEncoder.load(TextConfig(id=folder), sizes.device)
     sizes.free()
     peak = 0.0
     pipe = SanaPipeline(encoder.tokenizer, encoder.model, None, None, None)

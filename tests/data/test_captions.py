@@ -39,7 +39,7 @@ def test_configured_instruction() -> None:
 def test_normalise() -> None:
     assert caption_rules.normalise("  A Cat\n on ÉTÉ \t", "diffusers") == "a cat\n on été"
     assert caption_rules.normalise("  A Cat\n", "nvlabs") == "  A Cat\n"
-    with pytest.raises(ValueError, match="unknown prompting"):
+    with pytest.raises(ValueError, match="unknown normalisation"):
         caption_rules.normalise("x", "other")
 
 

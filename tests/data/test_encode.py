@@ -35,7 +35,6 @@ from pipeline.data.encoders.frozen import NonFiniteOutputError
 from pipeline.data.encoders.text import TextEncoder
 from pipeline.data.images import vips_decoder
 from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.sources import caption_rules
 from pipeline.data.sources.folder import FolderSource
 from tests.support import tiny_models
 from tests.support.constants import set_constants, unit_sizes
@@ -736,11 +735,8 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
     monkeypatch.setattr(FolderStore, "create", publish)
     originals = encoders.LatentEncoder.load, TextEncoder.load
     loaded = {
-        kind: load(section, *rest, "cpu")
-        for kind, load, section, rest in (
-            ("latent", originals[0], whole.vae, ()),
-            ("text", originals[1], whole.text, (caption_rules.instruction(whole.text),)),
-        )
+        kind: load(section, "cpu")
+        for kind, load, section in (("latent", originals[0], whole.vae), ("text", originals[1], whole.text))
     }
     monkeypatch.setattr(encoders.LatentEncoder, "load", lambda *a: loaded["latent"])
     monkeypatch.setattr(TextEncoder, "load", lambda *a: loaded["text"])

@@ -63,7 +63,7 @@ def pipe(folder: Path):
 
 @pytest.fixture(scope="module")
 def text(folder: Path) -> TextEncoder:
-    return TextEncoder.load(TextConfig(id=str(folder), dtype="fp32"), INSTRUCTION, "cpu")
+    return TextEncoder.load(TextConfig(id=str(folder), dtype="fp32"), "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("mode", ["auto", "exact"])
 def test_rows_equal_those_of_sana_pipeline(folder: Path, pipe, mode: Literal["auto", "exact"], max_length: int) -> None:
     config = TextConfig(id=str(folder), dtype="fp32", max_length=max_length, mode=mode)
-    encoder = TextEncoder.load(config, INSTRUCTION, "cpu")
+    encoder = TextEncoder.load(config, "cpu")
     mine = exact(encoder, [rules.normalise(c, "diffusers") for c in CAPTIONS])
     theirs = reference(pipe, CAPTIONS, max_sequence_length=max_length)
     assert [len(rows) for rows in mine] == [len(rows) for rows in theirs]
@@ -115,7 +115,7 @@ def test_rows_equal_those_of_sana_pipeline(folder: Path, pipe, mode: Literal["au
 
 def test_the_comparison_notices_a_wrong_rule(folder: Path, pipe) -> None:
     """Sabotage: one position further, another quote in the instruction, no lowering; each must differ."""
-    encoder = TextEncoder.load(TextConfig(id=str(folder), dtype="fp32", mode="exact"), INSTRUCTION, "cpu")
+    encoder = TextEncoder.load(TextConfig(id=str(folder), dtype="fp32", mode="exact"), "cpu")
     theirs = reference(pipe, ["A Red circle"])[0]
     assert relative(exact(encoder, ["a red circle"])[0], theirs) < 1e-5
     wrong = exact(encoder, ["A Red circle"])[0]
@@ -129,8 +129,8 @@ def test_the_comparison_notices_a_wrong_rule(folder: Path, pipe) -> None:
 
 
 def test_without_an_instruction(folder: Path, pipe) -> None:
-    config = TextConfig(id=str(folder), dtype="fp32", max_length=12)
-    encoder = TextEncoder.load(config, "", "cpu")
+    config = TextConfig(id=str(folder), dtype="fp32", max_length=12, instruction="")
+    encoder = TextEncoder.load(config, "cpu")
     mine = exact(encoder, ["a red circle", "", "two small dogs run " * 9])
     theirs = reference(pipe, ["a red circle", "", "two small dogs run " * 9], instruction=None, max_sequence_length=12)
     # The pipeline strips; the trailing space of the cut caption lies beyond the cut.
@@ -174,7 +174,7 @@ def test_captions_are_distinguished(text: TextEncoder) -> None:
 
 
 def test_a_bf16_encoder_runs_in_bf16(folder: Path, text: TextEncoder) -> None:
-    half = TextEncoder.load(TextConfig(id=str(folder), dtype="bf16"), INSTRUCTION, "cpu")
+    half = TextEncoder.load(TextConfig(id=str(folder), dtype="bf16"), "cpu")
     assert {p.dtype for p in half.model.parameters()} == {torch.bfloat16}
     a, b = (from_bits(e.encode(["a red circle"])[0]).float() for e in (half, text))
     assert 0 < relative(a, b) < 0.05
@@ -189,9 +189,9 @@ def test_a_language_models_folder_serves_as_well(folder: Path, tmp_path: Path, t
     shutil.copytree(folder / "tokenizer", tmp_path, dirs_exist_ok=True)
     assert (tmp_path / "model.safetensors.index.json").is_file()
     config = TextConfig(id=str(tmp_path), dtype="fp32")
-    mine = TextEncoder.load(config, INSTRUCTION, "cpu").encode(["a red circle"])[0]
+    mine = TextEncoder.load(config, "cpu").encode(["a red circle"])[0]
     assert np.array_equal(mine, text.encode(["a red circle"])[0])
-    assert describe_text(config, "x") == describe_text(TextConfig(id=str(folder), dtype="fp32"), "x")
+    assert describe_text(config) == describe_text(TextConfig(id=str(folder), dtype="fp32"))
 
 
 def test_a_tokenizer_without_bos_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_tokenizer_without_bos_is_refused(folder: Path, tmp_path: Path) -> Non
     tokenizer = copy / "tokenizer" / "tokenizer.json"
     tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()), "post_processor": None}))
     with pytest.raises(UserError, match="<bos>"):
-        TextEncoder.load(TextConfig(id=str(copy)), INSTRUCTION, "cpu")
+        TextEncoder.load(TextConfig(id=str(copy)), "cpu")
 
 
 def test_missing_text_weights_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -213,11 +213,11 @@ def test_missing_text_weights_are_refused(folder: Path, tmp_path: Path) -> None:
     tensors.pop("layers.1.mlp.up_proj.weight")
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj"):
-        TextEncoder.load(TextConfig(id=str(copy)), INSTRUCTION, "cpu")
+        TextEncoder.load(TextConfig(id=str(copy)), "cpu")
 
 
 def test_text_that_is_not_finite_names_its_rows(folder: Path) -> None:
-    encoder = TextEncoder.load(TextConfig(id=str(folder), dtype="fp32"), INSTRUCTION, "cpu")
+    encoder = TextEncoder.load(TextConfig(id=str(folder), dtype="fp32"), "cpu")
     (only_here,) = set(encoder.tokenizer("zzz")["input_ids"]) - set(encoder.tokenizer("a red circle")["input_ids"])
     encoder.model.embed_tokens.weight.data[only_here] = float("nan")  # type: ignore[union-attr]
     with pytest.raises(NonFiniteOutputError) as caught:
@@ -408,7 +408,7 @@ class Spoil(torch.nn.Module):
 
 
 def describe(folder: Path) -> tuple[dict, dict]:
-    return encoders.describe_vae(VaeConfig(id=str(folder))), describe_text(TextConfig(id=str(folder)), INSTRUCTION)
+    return encoders.describe_vae(VaeConfig(id=str(folder))), describe_text(TextConfig(id=str(folder)))
 
 
 def change(path: Path, name: str) -> None:
@@ -441,6 +441,8 @@ def test_encoding_fields(folder: Path) -> None:
         "max_length": 300,
         "selection": "sana",
         "width": small_models.TEXT_WIDTH,
+        "encoder_kind": "gemma2",
+        "template": "",
     }
     assert all(len(digest) == 32 for digest in (vae["weights"], text["weights"], text["tokenizer"]))
     json.dumps((vae, text), allow_nan=False)
@@ -514,9 +516,9 @@ def test_a_folder_that_is_not_the_model_is_refused(folder: Path, tmp_path: Path)
     with pytest.raises(UserError, match="AutoencoderDC"):
         encoders.describe_vae(VaeConfig(id=str(folder / "text_encoder")))
     with pytest.raises(UserError, match="gemma2"):
-        describe_text(TextConfig(id=str(folder / "vae")), "")
+        describe_text(TextConfig(id=str(folder / "vae")))
     with pytest.raises(UserError, match="tokenizer"):
-        describe_text(TextConfig(id=str(folder / "text_encoder")), "")
+        describe_text(TextConfig(id=str(folder / "text_encoder")))
     with pytest.raises(UserError, match="'transformer'") as caught:
         hub.resolve(StartWeights(id=str(folder)))
     assert "text_encoder" in str(caught.value)
@@ -545,11 +547,11 @@ def test_code_of_a_model_folder_is_neither_run_nor_asked_for(
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "yes")
     with suppress(hub.ModelError):
-        TextEncoder.load(TextConfig(id=str(copy)), "", "cpu")
+        TextEncoder.load(TextConfig(id=str(copy)), "cpu")
     assert not asked and not (tmp_path / "was run").exists()
     if place.name == "tokenizer_config.json":
         with pytest.raises(hub.ModelError, match=naming("copy/tokenizer")) as caught:
-            count_rows(TextConfig(id=str(copy)), "", ["a"])
+            count_rows(TextConfig(id=str(copy)), ["a"])
         assert caught.value.fix and "trust_remote_code" not in str(caught.value)
 
 

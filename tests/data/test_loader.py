@@ -191,7 +191,7 @@ def mispaired(config: Config, ids: dict[int, str], batches: list[Batch]) -> int:
 
     source = Path(config.cache).parent / "numbers"
     vae = encoders.LatentEncoder.load(config.vae, "cpu")
-    text = TextEncoder.load(config.text, caption_rules.instruction(config.text), "cpu")
+    text = TextEncoder.load(config.text, "cpu")
     pictures, words = {}, {}
     for sample_id, name in ids.items():
         with Image.open(source / f"{name}.png") as opened:

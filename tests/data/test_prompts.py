@@ -100,7 +100,7 @@ def test_prompts_alone_are_encoded_once_and_without_the_vae(
     opened = prompts.open_prompts(cache, None, encoding)
     assert opened.texts == ("A red cube", "a lighthouse\u2028at sea") and opened.id == done["prompts"]["id"]
 
-    encoder = TextEncoder.load(config.text, encoding.instruction, unit_encoder.device(config.encode.device))
+    encoder = TextEncoder.load(config.text, unit_encoder.device(config.encode.device))
     direct = encoder.encode([caption_rules.normalise(text, encoding.normalisation) for text in opened.texts])
     for number, rows in enumerate(direct):
         assert opened.rows(number).tobytes() == rows.tobytes() and opened.rows(number).shape == rows.shape

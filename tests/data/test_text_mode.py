@@ -18,6 +18,7 @@ from pipeline.base.errors import UserError
 from pipeline.config import Config, ConfigError, load
 from pipeline.data.cache import index
 from pipeline.data.cache.cache import Cache
+from pipeline.data.encoders import shared_prefix
 from pipeline.data.encoders import text as module
 from pipeline.data.encoders.config import TextConfig
 from pipeline.data.encoders.text import TextEncoder, describe_text
@@ -41,10 +42,7 @@ Mode = Literal["auto", "exact"]
 
 
 def encoder(folder: Path, mode: Mode = "auto", dtype: Literal["fp32", "bf16"] = "fp32", **options: Any) -> TextEncoder:
-    prompting = options.pop("prompting", "diffusers")
-    instruction = options.pop("instruction", rules.INSTRUCTIONS[prompting])
-    config = TextConfig(id=str(folder), dtype=dtype, mode=mode, prompting=prompting, **options)
-    return TextEncoder.load(config, instruction, "cpu")
+    return TextEncoder.load(TextConfig(id=str(folder), dtype=dtype, mode=mode, **options), "cpu")
 
 
 @torch.inference_mode()
@@ -163,11 +161,11 @@ def test_a_great_mistake_ends_the_run_in_either_dtype(
     tiny_repo: Path, dtype: Literal["fp32", "bf16"], mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = encoder(tiny_repo, dtype=dtype)
-    masks, make = module.Prefix.masks, module.Prefix
+    masks, make = shared_prefix.Prefix.masks, shared_prefix.Prefix
     if mistake == "token":
         right = one.shared_ids
         wrong = [*right[:-1], right[-2]]
-        monkeypatch.setattr(module, "Prefix", lambda model, ids: make(model, wrong))
+        monkeypatch.setattr(shared_prefix, "Prefix", lambda model, ids: make(model, wrong))
     elif mistake == "mask":  # new tokens see each other and nothing before them
 
         def forgetful(self: Any, queries: torch.Tensor, keys: int) -> dict[str, torch.Tensor]:
@@ -176,14 +174,14 @@ def test_a_great_mistake_ends_the_run_in_either_dtype(
                 mask[..., : int(queries[0])] = torch.finfo(mask.dtype).min
             return made
 
-        monkeypatch.setattr(module.Prefix, "masks", forgetful)
+        monkeypatch.setattr(shared_prefix.Prefix, "masks", forgetful)
     else:  # every token sees every other
 
         def open_to_all(self: Any, queries: torch.Tensor, keys: int) -> dict[str, torch.Tensor]:
             made = masks(self, queries, keys)
             return {kind: torch.zeros_like(mask) for kind, mask in made.items()}
 
-        monkeypatch.setattr(module.Prefix, "masks", open_to_all)
+        monkeypatch.setattr(shared_prefix.Prefix, "masks", open_to_all)
     with pytest.raises(UserError, match=r"text\.mode=exact"):
         one.encode(CAPTIONS)
 
@@ -240,7 +238,7 @@ def test_exact_compares_nothing(tiny_repo: Path, monkeypatch: pytest.MonkeyPatch
     def refuse(*args: object) -> None:
         raise AssertionError("exact must not touch the shared path")
 
-    monkeypatch.setattr(module, "Prefix", refuse)
+    monkeypatch.setattr(shared_prefix, "Prefix", refuse)
     monkeypatch.setattr(TextEncoder, "compare", refuse)
     one = encoder(tiny_repo, "exact")
     assert len(one.encode(CAPTIONS)) == len(CAPTIONS)
@@ -275,7 +273,7 @@ def test_bf16_may_differ_as_much_as_the_reference_from_itself(tiny_repo: Path, m
 
 
 def test_the_mode_is_no_part_of_the_encoding(tiny_repo: Path) -> None:
-    auto, exact = (describe_text(TextConfig(id=str(tiny_repo), mode=mode), "x") for mode in ("auto", "exact"))  # type: ignore[arg-type]
+    auto, exact = (describe_text(TextConfig(id=str(tiny_repo), mode=mode)) for mode in ("auto", "exact"))  # type: ignore[arg-type]
     assert auto == exact
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.config import Config
+from pipeline.data.encoders.text_kind import max_length
 from pipeline.tools.planning import auto
 from pipeline.tools.planning.predict import Data, Machine
 from pipeline.tools.planning.search import Search
@@ -27,7 +28,7 @@ COMPUTE: dict[str, Any] = {"microbatch": 8, "activation_checkpointing": "full", 
 
 
 def data_of(config: Config) -> Data:
-    return Data.configured(config.model, config.data, config.bucket, config.text.max_length)
+    return Data.configured(config.model, config.data, config.bucket, max_length(config.text))
 
 
 def decide(

@@ -19,6 +19,7 @@ from pipeline.data.cache import index, layout, shard
 from pipeline.data.cache.cache import Cache, Unit
 from pipeline.data.cache.encodings import Encoding
 from pipeline.data.cache.scan_table import SCAN
+from pipeline.data.encoders.text_kind import max_length
 from pipeline.data.images import buckets
 from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.signals.text import TextEncoding
@@ -61,7 +62,7 @@ def text_encoding(of: Config) -> TextEncoding:
         dtype=of.text.dtype,
         instruction=captions.instruction(of.text),
         normalisation=of.text.prompting,
-        max_length=of.text.max_length,
+        max_length=max_length(of.text),
     )
 
 

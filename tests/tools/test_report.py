@@ -30,9 +30,18 @@ from pipeline.config import Config, load
 from pipeline.data.cache.cache import Cache
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.tools.demo import small_models
-from pipeline.tools.reporting import data_figures, plots, run_figures, sample_view
+from pipeline.tools.reporting import (
+    data_figures,
+    plots,
+    run_figures,
+    run_plots,
+    sample_figures,
+    sample_names,
+    sample_view,
+)
 from pipeline.tools.reporting import page as reporting_page
 from pipeline.tools.reporting.figures import collect as figures_of
+from pipeline.tools.reporting.sample_figures import SampleFigures
 from pipeline.tools.reporting.sections import SECTIONS
 from pipeline.tools.reporting.source_pictures import SourcePictures
 from pipeline.train.training import metrics
@@ -150,7 +159,7 @@ def test_of_a_scan_only_what_is_shown_is_read(made: Made, monkeypatch: pytest.Mo
     monkeypatch.setattr(Cache, "table", noted)
     collect(made.config)
     cache = Cache(made.config.cache)
-    sample_view.describe(cache, cache.open_snapshot(), 0)
+    sample_figures.sample_figures(cache, cache.open_snapshot(), 0)
     assert len(asked) == 3 and "captions" not in set.union(*asked)
 
 
@@ -276,6 +285,30 @@ def test_a_long_journal_is_thinned_without_hiding_a_spike() -> None:
     assert {len(column) for column in (curve.step, curve.value, curve.low, curve.high)} == {run_figures.POINTS}
     assert curve.step[-1] == 100_000 and max(curve.high) == 50.0 and min(curve.low) == 1.0
     assert np.mean(curve.value) == pytest.approx(values.mean())
+
+
+def test_each_plot_has_a_column_of_the_journal_and_a_section(made: Made) -> None:
+    [row, *_] = metrics.read(made.root / "run" / run_figures.JOURNAL)
+    columns = [plot.column for plot in run_plots.PLOTS]
+    assert set(columns) - row.keys() == {"loss_scale"}, "which only fp16 has"
+    assert {*run_figures.NOT_PLOTTED} <= row.keys()
+    assert len({plot.title for plot in run_plots.PLOTS}) == len(set(columns)) == len(columns)
+    assert {plot.section for plot in run_plots.PLOTS} <= {section.id for section in SECTIONS}
+
+
+def test_another_plot_is_a_row_of_one_table(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = run_plots.RunPlot("padded_tokens", "Padding", "rows", "throughput", compared=True)
+    monkeypatch.setattr(run_plots, "PLOTS", (*run_plots.PLOTS, more))
+    run, out = made.root / "run", tmp_path / "report.html"
+    part = collect(made.config)[0]["run"]["parts"][0]
+    assert part["curves"]["padded_tokens"]["value"] == [
+        row["padded_tokens"] for row in metrics.read(run / run_figures.JOURNAL)
+    ]
+    report.run(made.config, out, pictures=False, compare=run)
+    checked(out)
+    throughput = out.read_text().partition('<section id="throughput">')[2].partition("</section>")[0]
+    assert "<figcaption>Padding</figcaption>" in throughput
+    assert "<figcaption>Padding: both runs</figcaption>" in out.read_text()
 
 
 def test_rounds_stand_in_the_order_in_which_they_began(tmp_path: Path) -> None:
@@ -922,7 +955,7 @@ def test_an_ambiguous_name_lists_the_samples(made: Made, capsys: pytest.CaptureF
             view.run(made.config, text)
     cache = tiny_cache.build(tmp_path / "cache", {(16, 16): 130})
     snapshot = cache.open_snapshot()
-    assert snapshot.source_item(sample_view.find(cache, snapshot, "12")) == ("item", "12")
+    assert snapshot.source_item(sample_names.find(cache, snapshot, "12")) == ("item", "12")
 
 
 def test_a_file_name_finds_its_only_picture_in_any_folder(tmp_path: Path) -> None:
@@ -933,11 +966,11 @@ def test_a_file_name_finds_its_only_picture_in_any_folder(tmp_path: Path) -> Non
     cache = Cache(of.cache)
     snapshot = cache.open_snapshot()
     for text in ("2.png", "one: 2.png"):
-        assert snapshot.source_item(sample_view.find(cache, snapshot, text)) == ("one", "dogs/2.png")
+        assert snapshot.source_item(sample_names.find(cache, snapshot, text)) == ("one", "dogs/2.png")
     with pytest.raises(UserError, match=naming("cats/1.png", "dogs/1.png")):
-        sample_view.find(cache, snapshot, "1.png")
+        sample_names.find(cache, snapshot, "1.png")
     with pytest.raises(UserError, match=naming("3.png")):
-        sample_view.find(cache, snapshot, "3.png")
+        sample_names.find(cache, snapshot, "3.png")
 
 
 def test_the_page_of_a_sample(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -952,13 +985,11 @@ def test_the_page_of_a_sample(made: Made, tmp_path: Path, capsys: pytest.Capture
 def test_a_caption_commands_no_terminal_and_prints_no_line_of_its_own(
     made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    describe = sample_view.describe
+    def hostile(*arguments: Any) -> SampleFigures:
+        sample = sample_figures.sample_figures(*arguments)
+        return replace(sample, captions=[replace(sample.captions[0], text="x\nfix: rm\x1b[2J\r\x9b1m")])
 
-    def hostile(*arguments: Any) -> Any:
-        values, latent = describe(*arguments)
-        return {**values, "captions": [{**values["captions"][0], "text": "x\nfix: rm\x1b[2J\r\x9b1m"}]}, latent
-
-    monkeypatch.setattr(sample_view, "describe", hostile)
+    monkeypatch.setattr(view, "sample_figures", hostile)
     assert view.run(made.config, "1.png") == 0
     printed = capsys.readouterr().out
     assert not any(line.startswith("fix:") for line in printed.splitlines())

@@ -666,8 +666,7 @@ def test_new_prompts_are_drawn_as_in_training(
     with Image.open(tmp_path / "samples" / "0001.png") as picture:
         assert picture.size == (48, 32)
 
-    opened = Cache(trained.config.cache).open_snapshot()
-    text = TextEncoder.load(trained.config.text, opened.encoding(TextEncoding).instruction, "cpu")
+    text = TextEncoder.load(trained.config.text, "cpu")
     captions = [from_bits(bits).float() for bits in text.encode([p.lower() for p in PROMPTS[:2]])]
     null, valid = text.null()
     del text

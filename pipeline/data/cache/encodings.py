@@ -38,17 +38,22 @@ class Encoding:
         kind: the name of the kind.
         axes: names of a record's dimensions; they are columns of its table. First `channels`: a token is a position,
             else a row (see `cache.codec`).
+        later: fields that the first format did not have; documents hold them only where they differ from the default,
+            so that older snapshots keep their ids.
         storage: form in which the values are stored; see `cache.codec`.
         bf16: whether values are bits of bf16; otherwise they are plain uint16 and always stored as they are.
     """
 
     kind: ClassVar[str]
     bf16: ClassVar[bool] = True
+    later: ClassVar[tuple[str, ...]] = ()
     axes: ClassVar[tuple[str, ...]]
     storage: str = "bf16"
 
     def values(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """The fields, as documents hold them."""
+        unused = {f.name for f in fields(self) if f.name in self.later and getattr(self, f.name) == f.default}
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
 
     @cached_property
     def id(self) -> str:

@@ -8,6 +8,34 @@ from pydantic import Field
 
 from pipeline.base.config import Place, Weights
 
+# A constant of the released models: the instruction before every caption ("complex human instruction",
+# `text_encoder.chi_prompt` in NVlabs/Sana's configurations). A changed character changes every row of every caption.
+_INSTRUCTION = "\n".join(
+    (
+        "Given a user prompt, generate an {quote}Enhanced prompt{quote} that provides detailed visual descriptions "
+        "suitable for image generation. Evaluate the level of detail in the user prompt:",
+        "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, and spatial "
+        "relationships to create vivid and concrete scenes.",
+        "- If the prompt is already detailed, refine and enhance the existing details slightly without "
+        "overcomplicating.",
+        "Here are examples of how to transform or refine prompts:",
+        "- User Prompt: A cat sleeping -> Enhanced: A small, fluffy white cat curled up in a round shape, sleeping "
+        "peacefully on a warm sunny windowsill, surrounded by pots of blooming red flowers.",
+        "- User Prompt: A busy city street -> Enhanced: A bustling city street scene at dusk, featuring glowing "
+        "street lamps, a diverse crowd of people in colorful clothing, and a double-decker bus passing by towering "
+        "glass skyscrapers.",
+        "Please generate only the enhanced description for the prompt below and avoid including any additional "
+        "commentary or evaluations:",
+        "User Prompt: ",
+    )
+)
+
+INSTRUCTIONS: dict[str, str] = {
+    "diffusers": _INSTRUCTION.replace("{quote}", "'"),
+    "nvlabs": _INSTRUCTION.replace("{quote}", '"'),
+}
+"""Prompting -> the instruction (1,057 characters, with a space at the end)."""
+
 
 class VaeConfig(Weights):
     """The image encoder."""
@@ -41,15 +69,17 @@ class TextConfig(Weights):
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Precision of the encoder's computation; part of the encoding."""
     prompting: Literal["diffusers", "nvlabs"] = "diffusers"
-    """Normalisation of captions. diffusers: lower case, stripped, as `SanaPipeline` does at inference. nvlabs: as
-    written, as NVlabs' trainer does."""
+    """Normalisation of captions. diffusers: as the encoder's pipeline does at inference: lower case, stripped for
+    Gemma-2 (`SanaPipeline`), as written for Qwen3 (`ZImagePipeline`). nvlabs: as written, as NVlabs' trainer of Sana
+    does."""
     instruction: str | None = None
-    """The text before each caption; null: that of `prompting`; `""`: none."""
-    max_length: Annotated[int, Field(ge=2)] = 300
-    """Token limit of a caption; longer captions are cut."""
+    """The text before each caption; null: that of `prompting`, for Gemma-2; `""`: none."""
+    max_length: Annotated[int, Field(ge=2)] | None = None
+    """Token limit of a caption; longer captions are cut. null: that of the encoder's pipeline: 300 for Gemma-2, 512 for
+    Qwen3, whose chat template counts."""
     mode: Literal["auto", "exact"] = "auto"
-    """auto: run the instruction once for all captions, and check samples against the reference. exact: run the
-    reference for each caption. Not part of the encoding (see pipeline/data/encoders/text.py)."""
+    """auto: run the instruction once for all captions, and no padding, and check samples against the reference. exact:
+    run the reference for each caption. Not part of the encoding (see pipeline/data/encoders/text.py)."""
 
     @property
     def tokenizer(self) -> Weights:

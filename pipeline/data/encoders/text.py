@@ -1,17 +1,15 @@
-"""Captions to rows: Gemma-2 with Sana's selection rule, at the cost of the captions alone.
+"""Captions to rows, at the cost of the captions alone, by a text encoder of any kind (`text_kind`).
 
-Sana puts an instruction of 208 tokens before every caption and pads to 506. Attention is causal, so the instruction is
-run once, its keys and values serve every caption, captions of similar length share a batch, and there is hardly any
-padding. `TextEncoder` compares its rows with the reference's computation.
-Price: describing the model reads all of its weights (5 GB for Gemma-2-2b) to digest them; masks and cache are
-implemented here and rely on how Gemma2Model calls them; the comparison would notice a change.
+What all captions begin with is run once where the kind allows it (Sana puts an instruction of 208 tokens before each),
+captions of similar length share a batch, and there is hardly any padding. `TextEncoder` compares its rows with the
+reference's computation.
+Price: describing the model reads all of its weights (5 GB for Gemma-2-2b) to digest them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,10 @@ import numpy as np
 import torch
 import xxhash
 
-from pipeline.base.hub import ModelError, choose, load, read_json, read_settings, resolve, weight_files
+from pipeline.base.hub import ModelError, choose, load, read_json, resolve, weight_files
 from pipeline.data.encoders.config import TextConfig
 from pipeline.data.encoders.frozen import DTYPES, NonFiniteOutputError, bf16_bits, digest, finite_bits
-
-SELECTION = "sana"
-"""Name of the selection rule: the first position and the last `max_length - 1` of the padded sequence."""
+from pipeline.data.encoders.text_kind import TEMPLATE_FILE, TextKind, kind_at, kind_of
 
 BATCH_TOKENS = 8192
 """Maximum positions of a forward pass, padding included: fills a GPU and fits next to Gemma."""
@@ -32,26 +28,13 @@ BATCH_TOKENS = 8192
 _NOISE_FACTOR, _MAX_TOLERANCE = 3.0, 0.1
 _COMPARED = 4
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+_DIGESTED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_FILES = (*_DIGESTED, TEMPLATE_FILE)
 _TOKENIZER_PATTERNS = (*TOKENIZER_FILES, "added_tokens.json", "config.json")
 _VOLATILE = (
     *("padding", "truncation", "chat_template", "name_or_path", "tokenizer_file", "processor_class"),
     *("is_local", "local_files_only"),
 )
-
-_TEXT_ARCHITECTURE: dict[str, Any] = {  # transformers' Gemma2Config
-    "hidden_size": 2304,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "attn_logit_softcapping": 50.0,
-}
 
 
 # ---------------------------------------------------------------- encodings, from files alone
@@ -62,55 +45,41 @@ def tolerance(dtype: str, layers: int) -> float:
     return 1e-4 if dtype == "fp32" else 4 * 2**-8 * math.sqrt(layers)
 
 
-def describe_text(config: TextConfig, instruction: str) -> dict[str, Any]:
+def describe_text(config: TextConfig) -> dict[str, Any]:
     """Describe what decides the rows of a caption, from files, without building the module. weights: 32 hex digits, the
     same with and without a language model's head; tokenizer: 32 hex digits over its files.
 
     Raises:
         ModelError: no such model or tokenizer, another class of model, weights that cannot be read.
+        ConfigError: settings that this kind of encoder does not have.
     """
-    folder = resolve(config)
-    architecture = _text_architecture(folder)
+    kind = _kind(config)
+    tokenizer = _tokenizer_folder(config)
     return {
-        "weights": digest(weight_files(folder), _decoder_stack_tensor, architecture),
-        "tokenizer": _tokenizer_digest(_tokenizer_folder(config)),
+        "weights": digest(weight_files(kind.folder), kind.tensor, kind.architecture()),
+        "tokenizer": _tokenizer_digest(tokenizer),
         "dtype": config.dtype,
-        "attention": "eager",
-        "instruction": instruction,
-        "normalisation": config.prompting,
-        "max_length": config.max_length,
-        "selection": SELECTION,
-        "width": int(architecture["hidden_size"]),
+        "attention": kind.attention,
+        "instruction": kind.instruction(config),
+        "normalisation": kind.normalisations[config.prompting],
+        "max_length": kind.rows(config),
+        "selection": kind.selection,
+        "width": kind.width,
+        "encoder_kind": kind.name,
+        "template": kind.template(tokenizer),
     }
 
 
 def text_width(folder: Path) -> int:
     """Values per row of the text encoder in a folder. Raises ModelError for another class of model."""
-    return int(_text_architecture(folder)["hidden_size"])
+    return kind_at(folder).width
 
 
-def _text_settings(folder: Path) -> dict[str, Any]:
-    fix = "point text.id at a Sana repository, or at its Gemma-2"
-    return read_settings(folder, "model_type", ("gemma2",), "text encoder", fix)
-
-
-def _text_architecture(folder: Path) -> dict[str, Any]:
-    settings = _text_settings(folder)
-    architecture = {key: settings.get(key, default) for key, default in _TEXT_ARCHITECTURE.items()}
-    layers = architecture["num_hidden_layers"]
-    # newer transformers write `layer_types` and `rope_parameters`; in older files they are implied or flat
-    architecture["layer_types"] = settings.get("layer_types") or [
-        "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
-    ]
-    rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
-    architecture["rope_theta"] = float(rope.pop("rope_theta", None) or settings.get("rope_theta") or 10000.0)
-    architecture["rope"] = {} if rope.get("rope_type", "default") == "default" else rope
-    return architecture
-
-
-def _decoder_stack_tensor(name: str) -> str | None:
-    name = name.removeprefix("model.")
-    return None if name.startswith("lm_head.") else name
+def _kind(config: TextConfig) -> TextKind:
+    """The configured encoder, fetched."""
+    kind = kind_at(resolve(config))
+    kind.check(config)
+    return kind
 
 
 def _tokenizer_folder(config: TextConfig) -> Path:
@@ -130,9 +99,9 @@ def check_tokenizer(place: object, files: Collection[str]) -> None:
 
 def _tokenizer_digest(folder: Path) -> str:
     """xxh3-128 over the content of the tokenizer's files, without spacing, key order and `_VOLATILE` keys (origin,
-    padding of the last call)."""
+    padding of the last call, and the chat template, which is a field of the encoding where it counts)."""
     check_tokenizer(folder, [path.name for path in folder.iterdir()])
-    present = [folder / name for name in (*TOKENIZER_FILES, "added_tokens.json") if (folder / name).is_file()]
+    present = [folder / name for name in (*_DIGESTED, "added_tokens.json") if (folder / name).is_file()]
     state = xxhash.xxh3_128()
     for path in present:
         if path.suffix == ".json":
@@ -149,111 +118,6 @@ def _ordered(value: Any) -> Any:
     if isinstance(value, dict):
         return [(key, _ordered(value[key])) for key in sorted(value)]
     return [_ordered(item) for item in value] if isinstance(value, list) else value
-
-
-# ---------------------------------------------------------------- the shared instruction
-
-
-_ATTENTION = "sana_pipe_after_prefix"
-
-
-def _attention_after_prefix(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    after_prefix: Any,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' eager attention of Gemma-2, operation by operation, over a prefix and new tokens, without copies of
-    the prefix for each caption and of keys for the query heads that share them.
-
-    Args:
-        query: (batch, heads, n, d). key, value: (batch, key heads, n, d), of the new tokens alone.
-        attention_mask: additive, (1, 1, n, prefix + n).
-        after_prefix: transformers' cache of the prefix; its layers hold (1, key heads, prefix, d).
-    """
-    first = after_prefix.layers[module.layer_idx]
-    batch, heads, n, d = query.shape
-    kinds = key.shape[1]
-    group = heads // kinds
-    # Key heads come first, so that one product serves all captions of a key head.
-    queries = query.view(batch, kinds, group, n, d).transpose(0, 1).reshape(kinds, batch * group * n, d)
-    keys = key.transpose(0, 1).reshape(kinds * batch, n, d)
-    scores = torch.cat(
-        [
-            (queries @ first.keys[0].transpose(1, 2)).view(kinds * batch, group * n, -1),
-            queries.view(kinds * batch, group * n, d) @ keys.transpose(1, 2),
-        ],
-        dim=-1,
-    )
-    scores.mul_(scaling)
-    if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
-    scores.view(kinds * batch * group, n, -1).add_(attention_mask[0])
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    first_values = first.values.transpose(0, 1).expand(-1, batch, -1, -1)
-    values = torch.cat([first_values, value.transpose(0, 1)], dim=2)
-    out = weights @ values.view(kinds * batch, -1, d)
-    return out.view(kinds, batch, group, n, d).permute(1, 3, 0, 2, 4).reshape(batch, n, heads, d), None
-
-
-class Prefix:
-    """The tokens that every caption begins with (`ids`), run once. bos: (1, width), the hidden state of the first of
-    them. cache: their keys and values."""
-
-    def __init__(self, model: torch.nn.Module, ids: Sequence[int]):
-        from transformers import AttentionInterface, DynamicCache
-
-        AttentionInterface.register(_ATTENTION, _attention_after_prefix)
-        self.model, self.ids = model, list(ids)
-        named = signature(model.forward).parameters
-        self._option = "cache" if "cache" in named else "past_key_values"  # which transformers 5.40 knows no more
-        self.cache = DynamicCache()  # every position in every layer: masks decide what a sliding window sees
-        self.bos = self._forward([self.ids], 0)[0, :1].clone()
-
-    def __call__(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Hidden states (rows, longest row, width) of tokens after the prefix; undefined beyond a row's end."""
-        return self._forward(rows, len(self.ids))
-
-    def _forward(self, rows: Sequence[Sequence[int]], start: int) -> torch.Tensor:
-        length = max(map(len, rows))
-        device = self.bos.device if start else next(self.model.parameters()).device
-        # token 0 as padding: attention is causal, so no row attends to it
-        ids = torch.tensor([[*row, *([0] * (length - len(row)))] for row in rows], device=device)
-        positions = torch.arange(start, start + length, device=device)
-        config: Any = self.model.config
-        usual, options = config._attn_implementation, {self._option: self.cache, "use_cache": True}
-        if start:
-            config._attn_implementation = _ATTENTION
-            options = {"after_prefix": self.cache, "use_cache": False}
-        try:
-            masks = self.masks(positions, start + length)
-            out = self.model(ids, attention_mask=masks, position_ids=positions[None], **options)
-        finally:
-            config._attn_implementation = usual
-        return out.last_hidden_state
-
-    def masks(self, queries: torch.Tensor, keys: int) -> dict[str, torch.Tensor]:
-        """Additive masks (1, 1, queries, keys) by layer type, for the first `keys` positions: all up to the last query,
-        which is on the device, where reading it would wait."""
-        config: Any = self.model.config
-        dtype = next(self.model.parameters()).dtype
-        behind = queries[:, None] - torch.arange(keys, device=queries.device)
-
-        def mask(visible: torch.Tensor) -> torch.Tensor:
-            hidden = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-            return hidden.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
-
-        causal = behind >= 0
-        return {
-            "full_attention": mask(causal),
-            "sliding_attention": mask(causal & (behind < config.sliding_window)),
-        }
 
 
 def batches_of_similar_length(members: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -274,15 +138,16 @@ def batches_of_similar_length(members: Sequence[int], lengths: Sequence[int]) ->
 
 
 class TextEncoder:
-    """Gemma-2's last hidden states (after its final norm), selected as Sana selects them.
+    """Hidden states of a text encoder's tokens, selected as its kind does.
 
-    The rule (NVlabs/Sana `train_scripts/train.py`, diffusers `SanaPipeline.encode_prompt`): instruction + caption is
-    cut and padded on the right to `len(instruction tokens) + max_length - 2`; position 0 (<bos>) and the last
+    Gemma-2's rule (NVlabs/Sana `train_scripts/train.py`, diffusers `SanaPipeline.encode_prompt`): instruction + caption
+    is cut and padded on the right to `len(instruction tokens) + max_length - 2`; position 0 (<bos>) and the last
     `max_length - 1` positions are kept, without padding. The 2 stands for <bos> and the instruction's trailing space,
-    which merges with the caption's first word.
+    which merges with the caption's first word. Kinds without an instruction keep the first `max_length` positions.
 
-    `mode: exact` computes every caption so. `mode: auto` runs the instruction once, without its last token, and in full
-    the captions that do not begin with exactly these tokens. Some captions of the first batch, and of each with
+    `mode: exact` computes every caption so, padded. `mode: auto` runs without the padding and, of a kind that shares
+    it, the instruction once, without its last token, and in full the captions that do not begin with exactly these
+    tokens. Some captions of the first batch, and of each with
     captions twice as long as any before, are compared with the reference; beyond the tolerance nothing is stored and
     the run ends. The mode is not part of the encoding: values differ as between batch sizes and types of GPU.
 
@@ -300,37 +165,36 @@ class TextEncoder:
         shared_ids: the instruction's tokens before it. prefix: their recording, made by the first caption.
     """
 
-    def __init__(self, model: torch.nn.Module, tokenizer: Any, config: TextConfig, instruction: str):
-        self.model, self.tokenizer, self.dtype, self.mode = model, tokenizer, config.dtype, config.mode
-        self.instruction, self.max_length = instruction, config.max_length
-        self.width = int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+    def __init__(self, kind: TextKind, model: torch.nn.Module, tokenizer: Any, config: TextConfig, template: str = ""):
+        self.kind, self.model, self.tokenizer, self.template = kind, model, tokenizer, template
+        self.dtype, self.mode = config.dtype, config.mode
+        self.instruction, self.max_length, self.width = kind.instruction(config), kind.rows(config), kind.width
         self.device = next(model.parameters()).device
         self.truncated = self.tokens = self.unshared = 0
         self.largest_error: float | None = None
-        start = tokenizer.encode(instruction)
-        self.max_ids, self.first_kept = _window(len(start) if instruction else 0, config.max_length)
+        start = tokenizer.encode(self.instruction) if kind.shares_prefix else []
+        self.max_ids, self.first_kept = _window(len(start) if self.instruction else 0, self.max_length)
         self.shared_ids = start[: self.first_kept]
-        self.prefix: Prefix | None = None
+        self.prefix: Any = None
         self._compared_to = -1
 
     @classmethod
-    def load(cls, config: TextConfig, instruction: str, device: str | torch.device) -> TextEncoder:
-        """Read the model (with or without a language model's head) and its tokenizer. instruction: "" for none."""
-        import transformers
-
-        folder = resolve(config)
-        _text_settings(folder)
-        chosen = choose(folder)
-        tokenizer = load_tokenizer(_tokenizer_folder(config))
+    def load(cls, config: TextConfig, device: str | torch.device) -> TextEncoder:
+        """Read the model (with or without a language model's head) and its tokenizer."""
+        kind = _kind(config)
+        folder, place = kind.folder, _tokenizer_folder(config)
+        tokenizer, template = load_tokenizer(place, kind), kind.template(place)
+        of_model, options = kind.model_class()
         model, report = load(
-            transformers.Gemma2Model,
+            of_model,
             folder,
             "text encoder",
             dtype=DTYPES[config.dtype],
-            attn_implementation="eager",
-            variant=chosen.variant,
+            attn_implementation=kind.attention,
+            variant=choose(folder).variant,
             use_safetensors=True,
             output_loading_info=True,
+            **options,
         )
         missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report.get("mismatched_keys", ()))
         if missing:  # transformers only warns and fills in random values
@@ -339,7 +203,8 @@ class TextEncoder:
                 found=f"{len(missing)} missing, the first: {missing[0]}",
                 fix="fetch the folder again",
             )
-        return cls(model.to(torch.device(device)).eval().requires_grad_(False), tokenizer, config, instruction)
+        model = kind.prepared(model).to(torch.device(device)).eval().requires_grad_(False)
+        return cls(kind, model, tokenizer, config, template)
 
     @torch.inference_mode()
     def encode(self, captions: Sequence[str]) -> list[np.ndarray]:
@@ -374,19 +239,21 @@ class TextEncoder:
 
     @torch.inference_mode()
     def null(self) -> tuple[np.ndarray, int]:
-        """The empty caption as classifier-free guidance uses it: without the instruction, padded to `max_length`.
+        """The empty caption as classifier-free guidance uses it, without the instruction.
 
         Returns:
-            uint16 (max_length, width): bits of all bf16 rows, padding included (Sana's trainer reads it
-            when it drops a caption), and the number of rows that are no padding.
+            uint16 (n, width): bits of its bf16 rows, of Gemma-2 padded to `max_length` (Sana's trainer reads the
+            padding when it drops a caption), and the number of rows that are no padding.
         """
-        (ids,) = tokenized(self.tokenizer, [""])
-        hidden = self._hidden([ids], self.max_length)
+        (ids,) = tokenized(self.tokenizer, self.kind.texts(self.tokenizer, [""], self.template))
+        ids = ids[: self.max_length]
+        hidden = self._hidden([ids], self.max_length if self.kind.pads_null else len(ids))
         return finite_bits(hidden, "text encoder", self.dtype)[0], len(ids)
 
     def token_ids(self, captions: Sequence[str]) -> tuple[list[list[int]], int]:
         """Tokens of instruction + caption, cut to the rule's length, and the number of captions that were cut."""
-        rows = tokenized(self.tokenizer, [self.instruction + caption for caption in captions])
+        texts = self.kind.texts(self.tokenizer, captions, self.template)
+        rows = tokenized(self.tokenizer, [self.instruction + text for text in texts])
         return [ids[: self.max_ids] for ids in rows], sum(len(ids) > self.max_ids for ids in rows)
 
     def run(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -404,7 +271,7 @@ class TextEncoder:
         values: dict[int, torch.Tensor] = {}
         if with_prefix:
             if self.prefix is None:
-                self.prefix = Prefix(self.model, self.shared_ids)
+                self.prefix = self.kind.prefix(self.model, self.shared_ids)
             ends = [ids[shared:] for ids in rows]
             for batch in batches_of_similar_length(with_prefix, [len(ids) for ids in ends]):
                 if not ends[batch[-1]]:  # the prefix alone: possible without an instruction
@@ -414,7 +281,7 @@ class TextEncoder:
                 for i, states in zip(batch, hidden, strict=True):
                     values[i] = torch.cat([self.prefix.bos, states[: len(ends[i])]])
         others = [i for i in range(len(rows)) if i not in values]
-        self.unshared += len(others)
+        self.unshared += len(others) * self.kind.shares_prefix
         values.update(zip(others, self.run_in_full(rows, others, padded=False), strict=True))
         return [values[i] for i in range(len(rows))]
 
@@ -435,8 +302,7 @@ class TextEncoder:
         for i, row in enumerate(rows):
             ids[i, : len(row)] = torch.tensor(row, dtype=torch.long)
             mask[i, : len(row)] = 1
-        out = self.model(ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False)
-        return out.last_hidden_state
+        return self.kind.hidden(self.model, ids.to(self.device), mask.to(self.device))
 
     def compare(self, captions: Sequence[str], rows: Sequence[Sequence[int]], values: Sequence[torch.Tensor]) -> None:
         """Compare a few rows of this batch with the reference, if they are the first or twice as long as before."""
@@ -447,8 +313,7 @@ class TextEncoder:
         picks = sorted({order[k * (len(order) - 1) // (_COMPARED - 1)] for k in range(_COMPARED)})
         reference = self.run_in_full(rows, picks, padded=True)
         errors = [relative_error(values[i], want) for i, want in zip(picks, reference, strict=True)]
-        config: Any = self.model.config
-        limit = tolerance(self.dtype, config.num_hidden_layers)
+        limit = tolerance(self.dtype, self.kind.architecture()["num_hidden_layers"])
         if self.dtype != "fp32":
             again = self.run_in_full(rows, [order[-1]], padded=False)[0]
             noise = relative_error(again, reference[picks.index(order[-1])])
@@ -457,7 +322,7 @@ class TextEncoder:
         if not worst <= limit:
             caption = captions[picks[errors.index(worst)]]
             raise ModelError(
-                "the text encoder gives other rows with a shared instruction than without",
+                "the text encoder gives other rows without padding (and with a shared instruction) than with it",
                 expected=f"a relative error of at most {limit:.1e} for every token ({self.dtype})",
                 found=f"largest error {worst:.1e}, in the caption {caption[:80]!r}",
                 fix="--set text.mode=exact (slower: every caption is encoded as the reference does it)",
@@ -466,11 +331,13 @@ class TextEncoder:
         self._compared_to = longest
 
 
-def count_rows(config: TextConfig, instruction: str, captions: Sequence[str]) -> list[int]:
+def count_rows(config: TextConfig, captions: Sequence[str]) -> list[int]:
     """Number of rows of each (normalised) caption, from the tokenizer alone."""
-    tokenizer = load_tokenizer(_tokenizer_folder(config))
-    room, first = _window(len(tokenizer.encode(instruction)) if instruction else 0, config.max_length)
-    rows = tokenized(tokenizer, [instruction + caption for caption in captions])
+    kind, place = kind_of(config), _tokenizer_folder(config)
+    tokenizer, instruction = load_tokenizer(place, kind), kind.instruction(config)
+    room, first = _window(len(tokenizer.encode(instruction)) if instruction else 0, kind.rows(config))
+    texts = kind.texts(tokenizer, captions, kind.template(place))
+    rows = tokenized(tokenizer, [instruction + text for text in texts])
     return [1 + max(0, min(len(ids), room) - first) for ids in rows]
 
 
@@ -500,21 +367,47 @@ def relative_error(rows: torch.Tensor, reference: torch.Tensor) -> float:
     return float(((rows - reference).norm(dim=1) / reference.norm(dim=1).clamp_min(1e-30)).max())
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """A tokenizer of transformers that begins every text with <bos> and pads on the right; another is refused."""
+def load_tokenizer(folder: Path, kind: TextKind) -> Any:
+    """A tokenizer of transformers that pads on the right and begins texts as the encoder needs; another is refused."""
     from transformers import AutoTokenizer
 
     _tokenizer_digest(folder)  # a ModelError if files are missing or broken
     tokenizer = load(AutoTokenizer, folder, "tokenizer")
     tokenizer.padding_side = "right"
-    ids = tokenizer.encode("")
-    if tokenizer.bos_token_id is None or ids != [tokenizer.bos_token_id]:
+    (ids,) = tokenized(tokenizer, _tried(tokenizer, kind, folder))
+    if kind.needs_bos and (tokenizer.bos_token_id is None or ids != [tokenizer.bos_token_id]):
         raise ModelError(
             f"the tokenizer in {folder} does not add <bos> alone to every text, as Sana's selection rule needs",
             expected=f"token {tokenizer.bos_token_id} for an empty text",
             found=str(ids),
             fix="set add_bos_token to true in its tokenizer_config.json, or take the model's own tokenizer",
         )
+    if not ids:
+        raise ModelError(
+            f"the tokenizer in {folder} makes no token of an empty caption, so {kind.called} gives no row of it",
+            expected="at least one token, such as <bos>",
+            found="none",
+            fix="set add_bos_token to true in its tokenizer_config.json, or take the model's own tokenizer",
+        )
     if tokenizer.pad_token_id is None:
         raise ModelError(f"the tokenizer in {folder} has no padding token", fix="take the model's own tokenizer")
     return tokenizer
+
+
+def _tried(tokenizer: Any, kind: TextKind, folder: Path) -> list[str]:
+    """Return what the tokenizer is given of the empty caption. A chat template that leaves captions out is refused."""
+    template, captions = kind.template(folder), ("a red cube", "snow")
+    try:
+        empty, *texts = kind.texts(tokenizer, ["", *captions], template)
+    except Exception as error:  # whatever the template's program raises
+        empty, texts, said = "", [], f"{type(error).__name__}: {error}"
+    else:
+        said = " and ".join(map(repr, texts))
+    if len(texts) == len(captions) and all(caption in text for caption, text in zip(captions, texts, strict=True)):
+        return [empty]
+    raise ModelError(
+        f"the chat template of the tokenizer in {folder} does not work for {kind.called}",
+        expected=f"a text with the caption in it, of {' and '.join(map(repr, captions))}",
+        found=said[:300],
+        fix="copy the tokenizer's folder from the repository of the model that is trained",
+    )

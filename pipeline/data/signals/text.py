@@ -16,18 +16,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextEncoding(CaptionSignal):
-    """Values of text rows: the encoder's last hidden state after its final norm, selected by `selection`."""
+    """Values of text rows: hidden states of an encoder of the kind `encoder_kind`, selected by `selection`. template:
+    that of a chat, which captions are put into."""
 
     kind: ClassVar[str] = "text"
     noun: ClassVar[str] = "captions"
     section: ClassVar[str] = "text"
     optional: ClassVar[bool] = False
+    later: ClassVar[tuple[str, ...]] = ("encoder_kind", "template")
     weights: str = ""
     tokenizer: str = ""
     dtype: str = "bf16"
     attention: str = "eager"
     instruction: str = ""
     selection: str = "sana"
+    encoder_kind: str = "gemma2"
+    template: str = ""
 
     @classmethod
     def wanted(cls, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Self:
@@ -37,22 +41,21 @@ class TextEncoding(CaptionSignal):
         return _described(encoders)
 
     def settings(self, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Mapping[str, tuple[Any, Any]]:
-        from pipeline.data.sources.caption_rules import instruction
+        from pipeline.data.encoders.text_kind import kind_class
 
-        text = encoders.text
+        text, kind = encoders.text, kind_class(self.encoder_kind)
         return {
             "text.dtype": (text.dtype, self.dtype),
-            "text.prompting": (text.prompting, self.normalisation),
-            "text.max_length": (text.max_length, self.max_length),
-            "text.instruction": (instruction(text), self.instruction),
+            "text.prompting": (kind.normalisations.get(text.prompting), self.normalisation),
+            "text.max_length": (kind.rows(text), self.max_length),
+            "text.instruction": (kind.instruction(text), self.instruction),
             "encode.storage.text": (encode.storage.text, self.storage),
         }
 
     def encoder(self, encoders: Encoders, device: Any) -> TextEncoder:
         from pipeline.data.encoders.text import TextEncoder
-        from pipeline.data.sources.caption_rules import instruction
 
-        return TextEncoder.load(encoders.text, instruction(encoders.text), device)
+        return TextEncoder.load(encoders.text, device)
 
     def provenance(self, encoders: Encoders) -> dict[str, Any]:
         from pipeline.data.encoders.frozen import provenance_of
@@ -62,6 +65,5 @@ class TextEncoding(CaptionSignal):
 
 def _described(encoders: Encoders) -> dict[str, Any]:
     from pipeline.data.encoders.text import describe_text
-    from pipeline.data.sources.caption_rules import instruction
 
-    return describe_text(encoders.text, instruction(encoders.text))
+    return describe_text(encoders.text)

@@ -16,66 +16,44 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.base.errors import UserError
-from pipeline.data.encoders.config import TextConfig
+from pipeline.data.encoders.config import INSTRUCTIONS, TextConfig
 
-# A constant of the released models: the instruction before every caption ("complex human instruction",
-# `text_encoder.chi_prompt` in NVlabs/Sana's configurations). A changed character changes every row of every caption.
-_INSTRUCTION = "\n".join(
-    (
-        "Given a user prompt, generate an {quote}Enhanced prompt{quote} that provides detailed visual descriptions "
-        "suitable for image generation. Evaluate the level of detail in the user prompt:",
-        "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, and spatial "
-        "relationships to create vivid and concrete scenes.",
-        "- If the prompt is already detailed, refine and enhance the existing details slightly without "
-        "overcomplicating.",
-        "Here are examples of how to transform or refine prompts:",
-        "- User Prompt: A cat sleeping -> Enhanced: A small, fluffy white cat curled up in a round shape, sleeping "
-        "peacefully on a warm sunny windowsill, surrounded by pots of blooming red flowers.",
-        "- User Prompt: A busy city street -> Enhanced: A bustling city street scene at dusk, featuring glowing "
-        "street lamps, a diverse crowd of people in colorful clothing, and a double-decker bus passing by towering "
-        "glass skyscrapers.",
-        "Please generate only the enhanced description for the prompt below and avoid including any additional "
-        "commentary or evaluations:",
-        "User Prompt: ",
-    )
-)
-
-INSTRUCTIONS: dict[str, str] = {
-    "diffusers": _INSTRUCTION.replace("{quote}", "'"),
-    "nvlabs": _INSTRUCTION.replace("{quote}", '"'),
-}
-"""Prompting -> the instruction (1,057 characters, with a space at the end)."""
 _FLAGS = re.compile(
     r"(?<!\S)--(?:[A-Za-z]{1,2}|seed|steps|width|height|neg|negative|niji|style|stylize|chaos)(?=[\s=]|$)"
 )
 """kohya's (`--n blurry --w 64 --d 42`), Midjourney's (`--ar 16:9 --v 6`) and their like."""
+_UNCHANGED = ("nvlabs", "unchanged")
 _ASCII_SPACE = "".join(character for character in map(chr, range(128)) if character.isspace())
 
 
 def instruction(config: TextConfig) -> str:
-    """The text before every caption: the configured one, else that of the prompting."""
+    """The text before every caption of Sana: the configured one, else that of the prompting."""
     return INSTRUCTIONS[config.prompting] if config.instruction is None else config.instruction
 
 
-def normalise(caption: str, prompting: str) -> str:
-    """The caption as the tokenizer receives it, without the instruction.
+def normalise(caption: str, rule: str) -> str:
+    """The caption as the encoder receives it, without the instruction.
 
-    `diffusers`: lower case, surrounding whitespace removed (SanaPipeline, `clean_caption=False`); `nvlabs`: unchanged.
+    Args:
+        rule: an encoding's `normalisation`. `diffusers`: lower case, surrounding whitespace removed (SanaPipeline,
+            `clean_caption=False`); `nvlabs` and `unchanged`: as written.
     """
-    if prompting == "diffusers":
+    if rule == "diffusers":
         return caption.lower().strip()
-    if prompting == "nvlabs":
+    if rule in _UNCHANGED:
         return caption
-    raise ValueError(f"unknown prompting {prompting!r}; known: {', '.join(INSTRUCTIONS)}")
+    raise ValueError(f"unknown normalisation {rule!r}")
 
 
-def normalise_all(captions: pa.Array, prompting: str) -> pa.Array:
+def normalise_all(captions: pa.Array, rule: str) -> pa.Array:
     """`normalise` of many captions (strings without null)."""
-    if prompting != "diffusers":
-        return pa.array([normalise(caption, prompting) for caption in captions.to_pylist()], captions.type)
+    if rule in _UNCHANGED:
+        return captions
+    if rule != "diffusers":
+        return pa.array([normalise(caption, rule) for caption in captions.to_pylist()], captions.type)
     other = pc.invert(pc.string_is_ascii(captions))  # Arrow knows other lower-case letters than Python
     normalised = pc.ascii_trim(pc.ascii_lower(captions), characters=_ASCII_SPACE)
-    rest = [normalise(caption, prompting) for caption in captions.filter(other).to_pylist()]
+    rest = [normalise(caption, rule) for caption in captions.filter(other).to_pylist()]
     return pc.replace_with_mask(normalised, other, pa.array(rest, captions.type)) if rest else normalised
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from pipeline.base.errors import UserError
 from pipeline.base.options import flat, value_at
 from pipeline.config import read_tree
-from pipeline.tools.reporting import run_pictures
+from pipeline.tools.reporting import run_pictures, run_plots
 from pipeline.tools.reporting.adapter_figures import AdapterFigures, AdapterProblem, adapter_figures
 from pipeline.tools.reporting.run_pictures import DrawingFigures, UnreadableDrawing
 from pipeline.train.training.metrics import read_events
@@ -30,11 +30,8 @@ ORIGIN = "from.json"
 """The file that `train --from` wrote into a run directory: the checkpoint that it began from."""
 SUMMARY = "summary.json"
 POINTS = 400
-CURVES = (
-    *("loss", "grad_norm", "lr", "images_per_s", "tokens_per_s", "data_wait", "mfu"),
-    *("memory_gib", "reserved_gib", "rss_gib", "quarantined", "loss_scale"),
-)
-"""Columns of the journal that become curves."""
+NOT_PLOTTED = ("quarantined",)
+"""Columns of the journal that become curves, although no plot of `run_plots.PLOTS` shows them."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +189,8 @@ def _part(folder: Path) -> PartFigures:
     events = read_events(folder / JOURNAL) if (folder / JOURNAL).is_file() else {}
     rows, starts = events.get(None, []), events.get("start", [])
     parts = dict.fromkeys(name for row in rows for name in row.get("parts") or {})
-    places = {name: (name,) for name in CURVES} | {f"loss: {name}": ("parts", name) for name in parts}
+    names = [*(plot.column for plot in run_plots.PLOTS), *NOT_PLOTTED]
+    places = {name: (name,) for name in names} | {f"loss: {name}": ("parts", name) for name in parts}
     columns = {name: column for name, place in places.items() if len((column := _column(rows, *place))[0])}
     return PartFigures(
         name=folder.name,
@@ -204,7 +202,7 @@ def _part(folder: Path) -> PartFigures:
         snapshots=list(dict.fromkeys(start["snapshot"] for start in starts if start.get("snapshot"))),
         rows=len(rows),
         steps=rows[-1]["step"] if rows else None,
-        last={name: rows[-1][name] for name in CURVES if _number(rows[-1].get(name))} if rows else {},
+        last={name: rows[-1][name] for name in names if _number(rows[-1].get(name))} if rows else {},
         mean={name: float(values.mean()) for name, (_, values) in columns.items()},
         curves={name: thinned(steps, values) for name, (steps, values) in columns.items()},
         validation=_validation(events.get("validation", [])),

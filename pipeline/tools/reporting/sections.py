@@ -1,4 +1,4 @@
-"""The sections of the report's page: the columns of their tables, their plots, their sentences.
+"""The sections of the report's page: the columns of their tables, their plots by `run_plots.PLOTS`, their sentences.
 
 Each section has blocks: functions from figures to lines of text, tables, plots and cards. `of_run` and `of_snapshot`
 make them from functions of the run's or the snapshot's figures alone.
@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from pipeline.base.amounts import amount
+from pipeline.tools.reporting import run_plots
 from pipeline.tools.reporting.adapter_figures import AdapterProblem
 from pipeline.tools.reporting.blocks import Block, Card, Column, Heading, Table, count, number, share, size
-from pipeline.tools.reporting.curves import CurveOf, column, divided, held_out, labels, length, line, marks
+from pipeline.tools.reporting.curves import column, divided, held_out, labels, length, line, marks
 from pipeline.tools.reporting.data_figures import (
     BucketFigures,
     Example,
@@ -38,11 +39,14 @@ FIRST = 5
 
 @dataclass(frozen=True)
 class Section(Heading):
-    """A section of the report; one without content is left out."""
+    """A section of the report: the plots that name it (`run_plots.PLOTS`), then its blocks. One without content is left
+    out."""
 
     blocks: Sequence[Blocks] = ()
 
     def blocks_of(self, figures: Figures) -> Iterator[Block]:
+        if figures.run is not None:
+            yield from _plots(figures.run, self.id)
         for blocks in self.blocks:
             yield from blocks(figures)
 
@@ -65,44 +69,16 @@ def of_snapshot(*functions: Callable[[SnapshotFigures], Iterable[Block]]) -> lis
     return [of(function) for function in functions]
 
 
-class _Plot(NamedTuple):
-    """A plot over optimizer steps. unit: the label with the unit; scale: the factor of the values."""
-
-    title: str
-    unit: str
-    scale: float = 1.0
-
-
-_PLOTS = {
-    "loss": _Plot("Training loss", "loss"),
-    "grad_norm": _Plot("Gradient norm before clipping", "norm"),
-    "lr": _Plot("Learning rate", "rate"),
-    "loss_scale": _Plot("Loss scale (fp16)", "factor"),
-    "images_per_s": _Plot("Images per second, all processes", "images/s"),
-    "tokens_per_s": _Plot("Image tokens per second, all processes", "tokens/s"),
-    "mfu": _Plot("Model FLOPs utilisation", "MFU, %", 100.0),
-    "data_wait": _Plot("Time that the slowest process waited for data", "% of the wall time", 100.0),
-    "memory_gib": _Plot("Peak of allocated GPU memory", "GiB"),
-    "reserved_gib": _Plot("Peak of reserved GPU memory", "GiB"),
-    "rss_gib": _Plot("Main memory of the largest process", "GiB"),
-}
-"""The plots by column of the journal."""
-_HELD_OUT = _Plot("Held-out loss", "loss")
-
-
-def plots(*names: str) -> Callable[[RunFigures], Iterator[Markup]]:
-    """A plot for each column of the journal; a loss with several parts has a curve for each."""
-
-    def made(run: RunFigures) -> Iterator[Markup]:
-        [label] = labels([run])
-        for name in names:
-            plot = _PLOTS[name]
+def _plots(run: RunFigures, section: str) -> Iterator[Markup]:
+    """Draw the plots of a section; a loss with several parts has a curve for each."""
+    [label] = labels([run])
+    for plot in run_plots.PLOTS:
+        if plot.section == section:
+            name = plot.column
             parts = {each for part in run.parts for each in part.curves if each.startswith(f"{name}: ")}
             shown = [(label, name), *((each, each) for each in sorted(parts))]
             lines = [line(title, run, column(each), plot.scale) for title, each in shown]
             yield line_plot(plot.title, lines, plot.unit, marks=marks(run))
-
-    return made
 
 
 def _compared(figures: Figures) -> Iterator[Markup]:
@@ -110,10 +86,11 @@ def _compared(figures: Figures) -> Iterator[Markup]:
     if figures.run is None or figures.compare is None:
         return
     runs = figures.run, figures.compare
-    choices: list[tuple[_Plot, CurveOf]] = [(_PLOTS[name], column(name)) for name in _COMPARED]
-    for plot, curve_of in (*choices, (_HELD_OUT, held_out)):
-        lines = [line(name, run, curve_of, plot.scale) for name, run in zip(labels(runs), runs, strict=True)]
-        yield line_plot(f"{plot.title}: both runs", lines, plot.unit)
+    compared = [plot for plot in run_plots.PLOTS if plot.compared]
+    plots = [(plot.title, plot.unit, plot.scale, column(plot.column)) for plot in compared]
+    for title, unit, scale, curve_of in (*plots, ("Held-out loss", "loss", 1.0, held_out)):
+        lines = [line(name, run, curve_of, scale) for name, run in zip(labels(runs), runs, strict=True)]
+        yield line_plot(f"{title}: both runs", lines, unit)
 
 
 # ---------------------------------------------------------------- data
@@ -498,20 +475,18 @@ def headline(figures: Figures) -> list[tuple[str, str, str]]:
     return numbers
 
 
-_COMPARED = "loss", "grad_norm", "images_per_s"
-
 SECTIONS = (
     Section("progress", "Loss and pictures", wide=True, blocks=[progress]),
     Section("pictures", "Pictures"),
     Section("validation", "Held-out loss", blocks=of_run(_held_out)),
     Section("ema", "EMA", blocks=of_run(_ema)),
-    Section("losses", "Losses", blocks=of_run(plots("loss", "grad_norm", "lr", "loss_scale"))),
+    Section("losses", "Losses"),
     Section("run", "Run", blocks=of_run(_run)),
     Section("adapter", "Change by the adapter", blocks=of_run(_adapter)),
     Section("rounds", "Rounds side by side", blocks=of_run(_rounds)),
-    Section("throughput", "Throughput", blocks=of_run(plots("images_per_s", "tokens_per_s", "mfu"))),
-    Section("data-wait", "Data wait", blocks=of_run(plots("data_wait"))),
-    Section("memory", "Memory and its plan", blocks=of_run(plots("memory_gib", "reserved_gib", "rss_gib"), _plans)),
+    Section("throughput", "Throughput"),
+    Section("data-wait", "Data wait"),
+    Section("memory", "Memory and its plan", blocks=of_run(_plans)),
     Section("compare", "Two runs compared", blocks=[_options, _compared]),
     Section("snapshot", "Snapshot", blocks=of_snapshot(_snapshot)),
     Section("new", "New samples against old ones", blocks=of_snapshot(_new_samples)),

@@ -106,7 +106,7 @@ class SanaConfig(SanaShape, ModelSpec):
         arguments = super().call_arguments(replace(call, resolution=side))
         if _BINS.get(self.sample_size) != resolution or not call.table:
             arguments["use_resolution_binning"] = "False"
-        if call.max_length != _MAX_LENGTH:
+        if call.max_length not in (None, _MAX_LENGTH):
             arguments["max_sequence_length"] = str(call.max_length)
         if call.instruction is not None:
             arguments["complex_human_instruction"] = "json.loads(INSTRUCTION)" if call.instruction else "None"

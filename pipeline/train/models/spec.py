@@ -27,7 +27,10 @@ from pipeline.base.errors import ConfigError
 from pipeline.train.config import TrainConfig
 from pipeline.train.models.sana_shape import CLASS_NAME
 
-KINDS: dict[str, str] = {CLASS_NAME: "pipeline.train.models.sana_config:SanaConfig"}
+KINDS: dict[str, str] = {
+    CLASS_NAME: "pipeline.train.models.sana_config:SanaConfig",
+    "ZImageTransformer2DModel": "pipeline.train.models.zimage_config:ZImageConfig",
+}
 """diffusers' `_class_name` -> module:class."""
 
 
@@ -88,7 +91,8 @@ class Call:
     Attributes:
         compression: of the VAE; None: not known.
         table: pictures have the shapes of Sana's table at this resolution.
-        instruction: in front of captions; None: the one of diffusers' pipeline. max_length: text rows.
+        instruction: in front of captions; None: the one of diffusers' pipeline.
+        max_length: text rows, where the configuration names a number.
     """
 
     resolution: int
@@ -96,7 +100,7 @@ class Call:
     table: bool
     steps: int
     guidance: float
-    max_length: int
+    max_length: int | None
     instruction: str | None
 
 
