@@ -9,7 +9,6 @@ Architecture and constants: Sana (arXiv 2410.10629), SANA-1.5 (arXiv 2501.18427)
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -20,26 +19,11 @@ from pipeline.train.kernels.gated_convolution import gated_convolution
 from pipeline.train.kernels.linear_attention import joined_linear_attention, linear_attention
 from pipeline.train.kernels.packed_attention import PackedRows, packed_attention
 from pipeline.train.models.adapters.low_rank import joined_products
+from pipeline.train.models.layers import SINUSOID_WIDTH, RMSNorm, timestep_sinusoid
 from pipeline.train.models.sana_shape import Numerics, SanaShape
 
 _SELF_NORM_EPS = 1e-5
-_SINUSOID_WIDTH = 256
-_SINUSOID_MAX_PERIOD = 10_000.0
 _MASK_BIAS = -10_000.0
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension; statistics in float32, result in the weight's dtype."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        full = x.float()
-        full = full * torch.rsqrt(full.pow(2).mean(-1, keepdim=True) + self.eps)
-        return full.to(self.weight.dtype) * self.weight
 
 
 class _Attention(nn.Module):
@@ -230,25 +214,6 @@ class SanaTransformerBlock(nn.Module):
         return hidden + gate2 * self.ff(x.to(captions.dtype), height, width)
 
 
-def timestep_sinusoid(timesteps: Tensor) -> Tensor:
-    """(B,) float32 in [0, 1000) -> (B, 256) float32: 128 cosines, then 128 sines, periods up to 2 pi 10^4.
-
-    Raises:
-        TypeError: not float32. bf16 has 8 bits: 873 becomes 872, which costs nine times the gradient error of all
-            the rest of a bf16 model.
-    """
-    if timesteps.dtype != torch.float32:
-        raise TypeError(
-            f"timesteps arrive as {timesteps.dtype} and must be float32: something cast the model's inputs "
-            "(FSDP2: MixedPrecisionPolicy(cast_forward_inputs=False) on the root)"
-        )
-    half = _SINUSOID_WIDTH // 2
-    steps = torch.arange(half, dtype=torch.float32, device=timesteps.device)
-    frequency = torch.exp(-math.log(_SINUSOID_MAX_PERIOD) * steps / half)
-    angle = timesteps[:, None] * frequency[None]
-    return torch.cat([angle.cos(), angle.sin()], dim=-1)
-
-
 def position_embedding(
     height: int, width: int, dim: int, *, base: int, scale: float, device: torch.device | None = None
 ) -> Tensor:
@@ -318,7 +283,7 @@ class TwoLayers(nn.Module):
 class _TimestepEmbedder(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
-        self.timestep_embedder = TwoLayers(_SINUSOID_WIDTH, dim, nn.SiLU())
+        self.timestep_embedder = TwoLayers(SINUSOID_WIDTH, dim, nn.SiLU())
 
 
 class TimeEmbed(nn.Module):
