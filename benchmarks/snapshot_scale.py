@@ -201,7 +201,7 @@ def measure_lists(root: Path, snapshot_id: str) -> dict[str, float]:
 
 def schedule_alone() -> dict[str, float]:
     before, began = memory()[0], time.perf_counter()
-    Schedule([2 * 10**8] * 5, [BATCH] * 5, seed=0, phase=0, small="carry").step(10**6)
+    Schedule([2 * 10**8] * 5, [BATCH] * 5, seed=0, phase=0, remainder="carry").step(10**6)
     return {"s": time.perf_counter() - began, "mb": memory()[0] - before}
 
 

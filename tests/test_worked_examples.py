@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline.data.loader.schedule import Blocks, Schedule, interleaved
+from pipeline.data.loader.schedule import Blocks, Order, Schedule, interleaved
 from pipeline.train.models.sana import SanaTransformer
 from pipeline.train.models.sana_files import WeightFiles, save_weights
 from pipeline.train.models.sana_shape import SanaShape, interleave
@@ -17,10 +19,44 @@ from pipeline.train.parallel.saved_tensors import quantise, restore
 
 
 def test_the_order_of_a_snapshot() -> None:
-    order = Schedule([5, 3], [2, 1], seed=0, phase=0, small="carry")
+    order = Schedule([5, 3], [2, 1], seed=0, phase=0, remainder="carry")
     assert [order.steps_upto(epochs) for epochs in range(4)] == [0, 5, 11, 16]
     step = order.step(6)
     assert (step.epoch, step.bucket) == (1, 0) and step.visits.tolist() == [0, 1], "of epoch 0, then of epoch 1"
+
+
+def test_the_passes_of_the_plain_order() -> None:
+    order, key = Order(), ("samples", 0, 0, 0)
+    assert order.one_pass(np.arange(5), 5, *key, 0).tolist() == [2, 4, 1, 0, 3]
+    assert order.one_pass(np.arange(5), 5, *key, 1).tolist() == [0, 2, 1, 4, 3]
+    assert order.positions(np.array([0, 0, 1, 1]), np.array([3, 4, 0, 1]), 5, *key).tolist() == [0, 3, 0, 2]
+    streams, numbers = order.woven(np.arange(6), [4, 2], 3, "k")
+    assert streams.tolist() == [0, 0, 1, 1, 0, 0] and numbers.tolist() == [1, 3, 1, 0, 2, 0]
+
+
+def test_batches_of_one_bucket() -> None:
+    """The batch that `carry` fills from two passes, `drop` from one; and two weighted parts in an epoch."""
+    carry, drop = (Schedule([5], [2], seed=0, phase=0, remainder=remainder) for remainder in ("carry", "drop"))
+    assert [b.visits.tolist() for step in (2, 3, 4) if (b := carry.step(step)).positions.tolist() == [3, 0]] == [[0, 1]]
+    assert {tuple(drop.step(step).visits.tolist()) for step in (2, 3)} == {(1, 1)}
+    parts = [[(4, Fraction(1, 2)), (2, Fraction(1))]]
+    step = Schedule([6], [4], seed=0, phase=0, remainder="carry", parts=parts).step(1)
+    assert step.positions.tolist() == [1, 0, 5, 4] and step.visits.tolist() == [0, 0, 1, 1]
+
+
+def test_another_order_is_a_class_with_two_methods() -> None:
+    class InRows(Order):
+        def one_pass(self, places: np.ndarray, size: int, *key: int | str) -> np.ndarray:
+            return places
+
+        def woven(self, slots: np.ndarray, counts: Any, group: int, *key: int | str) -> tuple[np.ndarray, np.ndarray]:
+            ends = np.cumsum(counts)
+            streams = np.searchsorted(ends, slots, side="right")
+            return streams, slots - (ends - counts)[streams]
+
+    schedule = Schedule([4, 2], [2, 2], seed=0, phase=0, remainder="carry", orders=[InRows(), InRows()])
+    steps = [schedule.step(number) for number in range(3)]
+    assert [(step.bucket, *step.positions.tolist()) for step in steps] == [(0, 0, 1), (0, 2, 3), (1, 0, 1)]
 
 
 def test_interleaved_streams() -> None:
@@ -29,7 +65,7 @@ def test_interleaved_streams() -> None:
 
 
 def test_a_permutation_in_blocks() -> None:
-    assert Blocks(4, 2).permute(np.arange(10), 10, "k").tolist() == [8, 9, 2, 5, 0, 3, 7, 4, 1, 6]
+    assert Blocks(4, 2).one_pass(np.arange(10), 10, "k").tolist() == [8, 9, 2, 5, 0, 3, 7, 4, 1, 6]
 
 
 def test_codes_of_saved_tensors() -> None:

@@ -88,7 +88,7 @@ def test_the_sequence_is_what_the_plain_functions_say(cache: Cache) -> None:
     """An oracle without planner, buffer pool or batch reads: schedule, samples and records one by one."""
     snapshot = cache.open_snapshot()
     schedule = Schedule(
-        [b.samples for b in snapshot.buckets], [b.batch for b in snapshot.buckets], seed=5, phase=1, small="carry"
+        [b.samples for b in snapshot.buckets], [b.batch for b in snapshot.buckets], seed=5, phase=1, remainder="carry"
     )
     latents, texts = (
         ShardReader(snapshot.files, r.name)
@@ -253,7 +253,7 @@ def test_windows_against_an_oracle() -> None:
     for _ in range(8):
         counts = rng.integers(1, 40, rng.integers(1, 4)).tolist()
         batch, steps = int(rng.integers(2, 8)), int(rng.integers(2, 12))
-        schedule = Schedule(counts, [batch] * len(counts), seed=1, phase=0, small="carry")
+        schedule = Schedule(counts, [batch] * len(counts), seed=1, phase=0, remainder="carry")
 
         def rows(bucket: int, positions: np.ndarray, visits: np.ndarray) -> np.ndarray:
             return (positions * 7 + bucket + visits * 3) % 11

@@ -351,7 +351,7 @@ def test_resume_at_any_step(both: tuple[Cache, Snapshot, Snapshot]) -> None:
 def test_unpacked_snapshots_keep_their_order(both: tuple[Cache, Snapshot, Snapshot]) -> None:
     _, source, _ = both
     plain = Schedule(
-        [b.samples for b in source.buckets], [b.batch for b in source.buckets], seed=5, phase=1, small="carry"
+        [b.samples for b in source.buckets], [b.batch for b in source.buckets], seed=5, phase=1, remainder="carry"
     )
     order = Schedule.of(source.head, seed=5, phase=1)
     for step in range(40):

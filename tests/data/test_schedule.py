@@ -42,7 +42,7 @@ def test_a_large_permutation_costs_nothing() -> None:
 @settings(max_examples=15, deadline=None)
 def test_exactly_once_under_carry(buckets: list[tuple[int, int]], seed: int) -> None:
     counts, batches = [n for n, _ in buckets], [b for _, b in buckets]
-    schedule = Schedule(counts, batches, seed=seed, phase=0, small="carry")
+    schedule = Schedule(counts, batches, seed=seed, phase=0, remainder="carry")
     epochs = 50
     seen: dict[int, Counter[int]] = {b: Counter() for b in range(len(buckets))}
     visited: dict[int, set[tuple[int, int]]] = {b: set() for b in range(len(buckets))}
@@ -66,9 +66,9 @@ def test_exactly_once_under_drop(buckets: list[tuple[int, int]], seed: int) -> N
     counts, batches = [n for n, _ in buckets], [b for _, b in buckets]
     if all(n < b for n, b in buckets):
         with pytest.raises(ValueError, match="no bucket"):
-            Schedule(counts, batches, seed=seed, phase=0, small="drop")
+            Schedule(counts, batches, seed=seed, phase=0, remainder="drop")
         return
-    schedule = Schedule(counts, batches, seed=seed, phase=0, small="drop")
+    schedule = Schedule(counts, batches, seed=seed, phase=0, remainder="drop")
     for epoch in range(50):
         seen: dict[int, Counter[int]] = {b: Counter() for b in range(len(buckets))}
         for step in range(schedule.steps_upto(epoch), schedule.steps_upto(epoch + 1)):
@@ -81,18 +81,18 @@ def test_exactly_once_under_drop(buckets: list[tuple[int, int]], seed: int) -> N
 
 
 def test_epochs_are_reshuffled_and_buckets_are_mixed() -> None:
-    schedule = Schedule([64, 64], [8, 8], seed=0, phase=0, small="carry")
+    schedule = Schedule([64, 64], [8, 8], seed=0, phase=0, remainder="carry")
     steps = schedule.steps_upto(1)
     order = walk(schedule, 2 * steps)
     assert order[:steps] != order[steps:]
     assert [b for b, _, _ in order[:steps]] not in ([0] * 8 + [1] * 8, [1] * 8 + [0] * 8)
-    other = walk(Schedule([64, 64], [8, 8], seed=1, phase=0, small="carry"), steps)
-    phase = walk(Schedule([64, 64], [8, 8], seed=0, phase=1, small="carry"), steps)
+    other = walk(Schedule([64, 64], [8, 8], seed=1, phase=0, remainder="carry"), steps)
+    phase = walk(Schedule([64, 64], [8, 8], seed=0, phase=1, remainder="carry"), steps)
     assert order[:steps] != other and order[:steps] != phase
 
 
 def test_a_late_step_needs_nothing_before_it() -> None:
-    schedule = Schedule([10**9, 12345], [64, 64], seed=0, phase=0, small="carry")
+    schedule = Schedule([10**9, 12345], [64, 64], seed=0, phase=0, remainder="carry")
     plan = schedule.step(10**12)
     assert plan.epoch == schedule.epoch_of(10**12) and len(plan.positions) == 64
     assert schedule.steps_upto(plan.epoch) <= 10**12 < schedule.steps_upto(plan.epoch + 1)
@@ -106,7 +106,7 @@ def test_the_oracle_can_fail() -> None:
             return super().step(0)
 
     seen = Counter(
-        p for _, positions, _ in walk(Stuck([16], [4], seed=0, phase=0, small="carry"), 4) for p in positions
+        p for _, positions, _ in walk(Stuck([16], [4], seed=0, phase=0, remainder="carry"), 4) for p in positions
     )
     assert max(seen.values()) > 1
 
@@ -128,13 +128,13 @@ def test_the_oracle_can_fail() -> None:
 )
 def test_orders_of_earlier_versions_are_kept(small: str, counts: list[int], batches: list[int], expected: str) -> None:
     """Written down before weights existed: a snapshot made then trains in the same order now."""
-    assert order_digest(Schedule(counts, batches, seed=3, phase=1, small=small)) == expected
+    assert order_digest(Schedule(counts, batches, seed=3, phase=1, remainder=small)) == expected
 
 
 def test_weighted_orders_are_kept() -> None:
     parts = [[(10, Fraction(3, 2)), (7, Fraction(1, 4))], None, [(40, Fraction(1))]]
     options = {"seed": 3, "phase": 1, "parts": parts}
-    result = {small: order_digest(Schedule([17, 30, 40], [4, 8, 16], small=small, **options)) for small in WEIGHTED}
+    result = {small: order_digest(Schedule([17, 30, 40], [4, 8, 16], remainder=small, **options)) for small in WEIGHTED}
     assert result == WEIGHTED
 
 
@@ -151,7 +151,7 @@ def mixed(buckets: list[tuple[list[tuple[int, Fraction]], int]], small: str, see
     counts, batches = [sum(n for n, _ in parts) for parts, _ in buckets], [batch for _, batch in buckets]
     try:
         parts = [parts for parts, _ in buckets]
-        return Schedule(counts, batches, seed=seed, phase=0, small=small, parts=parts)
+        return Schedule(counts, batches, seed=seed, phase=0, remainder=small, parts=parts)
     except ValueError:
         assert small == "drop"
         return None
@@ -200,7 +200,7 @@ def test_weights_are_exact(buckets: list[tuple[list[tuple[int, Fraction]], int]]
 
 def test_whole_parts_are_seen_evenly_at_every_epoch_end() -> None:
     parts = [(8, Fraction(1, 2)), (4, Fraction(3))]
-    schedule = Schedule([12], [4], seed=0, phase=0, small="carry", parts=[parts])
+    schedule = Schedule([12], [4], seed=0, phase=0, remainder="carry", parts=[parts])
     seen: Counter[int] = Counter()
     for epoch in range(20):
         for step in range(schedule.steps_upto(epoch), schedule.steps_upto(epoch + 1)):
@@ -213,7 +213,7 @@ def test_whole_parts_are_seen_evenly_at_every_epoch_end() -> None:
 def test_a_late_step_of_a_weighted_stream_needs_nothing_before_it() -> None:
     parts = [(10**9, Fraction(1, 1000)), (12345, Fraction(333, 1000)), (3, Fraction(7))]
     for small in ("carry", "drop"):
-        schedule = Schedule([10**9 + 12348], [64], seed=0, phase=0, small=small, parts=[parts])
+        schedule = Schedule([10**9 + 12348], [64], seed=0, phase=0, remainder=small, parts=[parts])
         plan = schedule.step(10**12)
         assert plan.epoch == schedule.epoch_of(10**12) and len(plan.positions) == 64
         assert schedule.steps_upto(plan.epoch) <= 10**12 < schedule.steps_upto(plan.epoch + 1)
@@ -222,4 +222,4 @@ def test_a_late_step_of_a_weighted_stream_needs_nothing_before_it() -> None:
 def test_parts_that_do_not_add_up_are_refused() -> None:
     for parts in ([(3, Fraction(1))], [(4, Fraction(0))]):
         with pytest.raises(ValueError, match="its parts are"):
-            Schedule([4], [2], seed=0, phase=0, small="carry", parts=[parts])
+            Schedule([4], [2], seed=0, phase=0, remainder="carry", parts=[parts])

@@ -89,7 +89,7 @@ class Policies(HeadObject):
     """Settings that decide the training order; options of `bucket` in the configuration.
 
     Attributes:
-        small: `carry` or `drop`.
+        small: `bucket.remainder`, `carry` or `drop`.
         pad_text_multiple: padded text lengths are multiples of it.
     """
 

@@ -8,7 +8,6 @@ The laws of epochs, weights and blocks: docs/design.md.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -38,7 +37,8 @@ class ScheduledBatch:
 
     Attributes:
         step, epoch, bucket: numbers.
-        positions: (B,) int64 positions of the samples in the bucket.
+        positions: (B,) int64 positions of the samples in the bucket: its rows, from 0. Rows are in the order of part,
+            place in an earlier snapshot (`bucket.grow`) and sample id.
         visits: (B,) int64 how often each sample was visited before.
     """
 
@@ -113,15 +113,69 @@ def _drawn(size: int, *key: int | str) -> int:
     return xxhash.xxh3_64_intdigest(_material(*key)) % size
 
 
+class Order:
+    """The plain order: each pass over a bucket takes its samples in a keyed permutation, each epoch its batches.
+
+    An order answers two questions. `one_pass`: which sample is visited at a place of a pass. `woven`: which of several
+    streams gives what comes at a slot; streams are the batches of all buckets in an epoch, and the visits of the
+    weighted parts of a bucket. A subclass with both is another order; `Schedule.of` chooses it.
+    """
+
+    def one_pass(self, places: np.ndarray, size: int, *key: int | str) -> np.ndarray:
+        """The position at each place of a pass over `size` samples, a bijection of range(size). key: of the pass."""
+        # Five samples of bucket 0, seed and phase 0. Pass 0 has the key ("samples", 0, 0, 0, 0), pass 1 (..., 1):
+        #   place                 0 1 2 3 4
+        #   position in pass 0    2 4 1 0 3
+        #   position in pass 1    0 2 1 4 3
+        # A bucket of few samples looks them up in the whole permutation, which is cached.
+        return _whole(size, *key)[places] if size <= _SMALL else permute(places, size, *key)
+
+    def woven(
+        self, slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the stream of each slot, and its number in the stream, as `interleaved` does. All slots are permuted
+        together, so that group is not used and a stream does not keep its order."""
+        # Streams of 4 and 2 batches, key "k". Slots are permuted; below 4 they are of stream 0:
+        #   slot       0 1 2 3 4 5
+        #   permuted   1 3 5 4 2 0
+        #   stream     0 0 1 1 0 0
+        #   number     1 3 1 0 2 0
+        ends = np.cumsum(counts)
+        mixed = permute(slots, int(ends[-1]), *key)
+        streams = np.searchsorted(ends, mixed, side="right")
+        return streams, mixed - (ends - counts)[streams]
+
+    def positions(self, passes: np.ndarray, places: np.ndarray, size: int, *key: int | str) -> np.ndarray:
+        """The position at each place, each in its pass. key: of all passes."""
+        # The five samples of `one_pass`, of which a batch of 4 begins at place 3 of pass 0 and goes on in pass 1:
+        #   pass       0 0 1 1
+        #   place      3 4 0 1
+        #   position   0 3 0 2
+        first, last = int(passes.min()), int(passes.max())
+        if first == last:
+            return self.one_pass(places, size, *key, first)
+        positions = np.empty(len(places), np.int64)
+        for number in range(first, last + 1):
+            inside = passes == number
+            positions[inside] = self.one_pass(places[inside], size, *key, number)
+        return positions
+
+
+@lru_cache(maxsize=64)
+def _whole(size: int, *key: int | str) -> np.ndarray:
+    """`permute` of all of range(size), cached: a small bucket needs all of it soon."""
+    return permute(np.arange(size), size, *key)
+
+
 @dataclass(frozen=True)
-class Blocks:
-    """The layout of a packed bucket: its positions lie in blocks of `block` samples; `window` blocks are shuffled
-    together."""
+class Blocks(Order):
+    """The order of a packed bucket: its positions lie in blocks of `block` samples; `window` blocks are shuffled
+    together. Streams are woven so that each keeps its order."""
 
     block: int
     window: int
 
-    def permute(self, index: np.ndarray, size: int, *key: int | str) -> np.ndarray:
+    def one_pass(self, places: np.ndarray, size: int, *key: int | str) -> np.ndarray:
         """A keyed permutation of range(size) like `permute`, in which neighbouring places lie in few blocks.
 
         The last block may be short. It takes one keyed slot among the others, so that the place at which a block begins
@@ -136,7 +190,7 @@ class Blocks:
         # So steps that read neighbouring places read block 2 first, and then blocks 0 and 1 together.
         count = -(-size // self.block)
         if count <= 1:
-            return permute(index, size, *key)
+            return permute(places, size, *key)
         last, rest = count - 1, size - (count - 1) * self.block
         at = _drawn(count, "short", *key)
         windows = -(-count // self.window)
@@ -148,7 +202,7 @@ class Blocks:
             after = place - at * self.block
             return np.where(after < 0, place // self.block, at + (after >= rest) * ((after - rest) // self.block + 1))
 
-        place = np.asarray(index, np.int64)
+        place = np.asarray(places, np.int64)
         window = ((slot_of(place) + 1) * windows - 1) // count
         mixed = np.empty_like(place)
         for number in np.unique(window).tolist():
@@ -158,6 +212,12 @@ class Blocks:
         slot = slot_of(mixed)
         block = np.where(slot == at, last, permute(np.minimum(slot - (slot > at), last - 1), last, "blocks", *key))
         return block * self.block + mixed - begin(slot)
+
+    def woven(
+        self, slots: np.ndarray, counts: Sequence[int], group: int, *key: int | str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `interleaved`."""
+        return interleaved(slots, counts, group, *key)
 
 
 GROUP = 64
@@ -216,43 +276,46 @@ def interleaved(slots: np.ndarray, counts: Sequence[int], group: int, *key: int 
 
 
 class _UnweightedBucket:
-    """A bucket without parts, under `carry` or `drop`."""
+    """The batches of a bucket without weights. remainder: `carry` or `drop`, as `bucket.remainder` says."""
 
-    def __init__(self, count: int, batch: int, small: str, key: tuple[int, int, int], blocks: Blocks | None):
-        self.count, self.batch, self.small, self.key, self.blocks = count, batch, small, key, blocks
+    def __init__(self, count: int, batch: int, remainder: str, key: tuple[int, int, int], order: Order):
+        self.count, self.batch, self.carries, self.key, self.order = count, batch, remainder == "carry", key, order
 
     def batches_before(self, epochs: int) -> int:
         """Batches in the first `epochs` epochs."""
-        return epochs * self.count // self.batch if self.small == "carry" else epochs * (self.count // self.batch)
+        return epochs * self.count // self.batch if self.carries else epochs * (self.count // self.batch)
 
     def members(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and visits of a batch by its number in the epoch."""
-        if self.small == "carry":
+        """Positions and visits of a batch by its number in the epoch (`Schedule._place` orders numbers)."""
+        # Five samples in batches of 2. `carry`: visits never stop, epoch 0 has batches 0 and 1 of the stream. Batch 0
+        # of epoch 1 is batch 2 of the stream, visits 4 and 5: place 4 of pass 0 and place 0 of pass 1.
+        # `drop`: place 4 of each pass is left out. Batch 0 of epoch 1 has the places 0 and 1 of pass 1.
+        if self.carries:
             visits = np.arange(self.batch, dtype=np.int64) + (self.batches_before(epoch) + number) * self.batch
-            epochs, places = visits // self.count, visits % self.count
+            passes, places = visits // self.count, visits % self.count
         else:
-            epochs = np.full(self.batch, epoch, np.int64)
+            passes = np.full(self.batch, epoch, np.int64)
             places = np.arange(self.batch, dtype=np.int64) + number * self.batch
-        return _permuted_positions("samples", self.key, self.count, epochs, places, self.blocks), epochs
+        return self.order.positions(passes, places, self.count, "samples", *self.key), passes
 
 
 class _WeightedBucket:
-    """A bucket of weighted parts. parts: (samples, weight)."""
+    """The batches of a bucket of weighted parts. parts: (samples, weight). remainder: `carry` or `drop`."""
 
     def __init__(
         self,
         parts: Sequence[tuple[int, Fraction]],
         batch: int,
-        small: str,
+        remainder: str,
         key: tuple[int, int, int],
-        blocks: Blocks | None,
+        order: Order,
     ):
-        self.parts, self.batch, self.small, self.key, self.blocks = parts, batch, small, key, blocks
+        self.parts, self.batch, self.carries, self.key, self.order = parts, batch, remainder == "carry", key, order
         self.rate = sum((samples * weight for samples, weight in parts), Fraction(0))
         # Visits per epoch repeat with the weights' common denominator, and so do whole batches per epoch.
         self.period = lcm(*(weight.denominator for _, weight in parts))
         self.prefix = [0]
-        if small != "carry":
+        if not self.carries:
             for epoch in range(self.period):
                 self.prefix.append(self.prefix[-1] + (self.visits(epoch + 1) - self.visits(epoch)) // batch)
 
@@ -261,24 +324,27 @@ class _WeightedBucket:
         return sum(self.spent(part, epochs) for part in range(len(self.parts)))
 
     def spent(self, part: int, epochs: int) -> int:
+        """Visits of a part in the first `epochs` epochs."""
         samples, weight = self.parts[part]
         return epochs * samples * weight.numerator // weight.denominator
 
     def batches_before(self, epochs: int) -> int:
-        if self.small == "carry":
+        """Batches in the first `epochs` epochs."""
+        if self.carries:
             return self.visits(epochs) // self.batch
         whole, rest = divmod(epochs, self.period)
         return whole * self.prefix[-1] + self.prefix[rest]
 
     def members(self, epoch: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        if self.small != "carry":
-            return self.slots(epoch, np.arange(self.batch, dtype=np.int64) + number * self.batch)
+        """Positions and visits of a batch by its number in the epoch (`Schedule._place` orders numbers)."""
+        if not self.carries:
+            return self.positions_at(epoch, np.arange(self.batch, dtype=np.int64) + number * self.batch)
         at = (self.batches_before(epoch) + number) * self.batch
         end, pieces = at + self.batch, []
         while at < end:
             epoch = self.epoch_of(at)
             start, after = self.visits(epoch), self.visits(epoch + 1)
-            pieces.append(self.slots(epoch, np.arange(at - start, min(end, after) - start, dtype=np.int64)))
+            pieces.append(self.positions_at(epoch, np.arange(at - start, min(end, after) - start, dtype=np.int64)))
             at = min(end, after)
         return np.concatenate([p for p, _ in pieces]), np.concatenate([v for _, v in pieces])
 
@@ -291,56 +357,26 @@ class _WeightedBucket:
             low, high = (middle, high) if self.visits(middle) <= visit else (low, middle)
         return low
 
-    def slots(self, epoch: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def positions_at(self, epoch: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Positions and visits at some slots of an epoch, which mix the parts."""
-        if self.blocks is None:
-            mixed = permute(slots, self.visits(epoch + 1) - self.visits(epoch), "mix", *self.key, epoch)
-        else:
-            counts = [self.spent(part, epoch + 1) - self.spent(part, epoch) for part in range(len(self.parts))]
-            stream, number = interleaved(slots, counts, self.batch, "mix", *self.key, epoch)
-            mixed = np.concatenate([[0], np.cumsum(counts)])[stream] + number
+        # Part 0 has 4 samples of weight 1/2, at positions 0 to 3; part 1 has 2 of weight 1, at 4 and 5. So each epoch
+        # has 2 visits of each. In epoch 1 part 0 is at place 2 of its pass 0, and part 1 begins its pass 1. Seed 0:
+        #   slot            0   1   2   3
+        #   part, number    0,1 0,0 1,1 1,0      the streams of visits, woven
+        #   pass, place     0,3 0,2 1,1 1,0      counted from the first epoch on
+        #   position        1   0   5   4        after the permutations 2 3 0 1 of part 0 and 0 1 of part 1
+        counts = [self.spent(part, epoch + 1) - self.spent(part, epoch) for part in range(len(self.parts))]
+        streams, numbers = self.order.woven(slots, counts, self.batch, "mix", *self.key, epoch)
         positions, visits = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64)
-        low = first = 0
+        first = 0
         for part, (samples, _) in enumerate(self.parts):
-            start = self.spent(part, epoch)
-            high = low + self.spent(part, epoch + 1) - start
-            inside = (mixed >= low) & (mixed < high)
+            inside = streams == part
             if inside.any():
-                passes, places = np.divmod(mixed[inside] - low + start, samples)
-                positions[inside] = first + _permuted_positions(
-                    "part", (*self.key, part), samples, passes, places, self.blocks
-                )
+                passes, places = np.divmod(numbers[inside] + self.spent(part, epoch), samples)
+                positions[inside] = first + self.order.positions(passes, places, samples, "part", *self.key, part)
                 visits[inside] = passes
-            low, first = high, first + samples
+            first += samples
         return positions, visits
-
-
-def _permuted_positions(
-    what: str, key: tuple[int, ...], size: int, passes: np.ndarray, places: np.ndarray, blocks: Blocks | None
-) -> np.ndarray:
-    """The position at each place, by the permutation of its pass."""
-    first, last = int(passes.min()), int(passes.max())
-    if first == last:
-        return _one_pass(what, key, size, first, places, blocks)
-    positions = np.empty(len(places), np.int64)
-    for number in range(first, last + 1):
-        inside = passes == number
-        positions[inside] = _one_pass(what, key, size, number, places[inside], blocks)
-    return positions
-
-
-def _one_pass(
-    what: str, key: tuple[int, ...], size: int, number: int, places: np.ndarray, blocks: Blocks | None
-) -> np.ndarray:
-    if blocks is not None:
-        return blocks.permute(places, size, what, *key, number)
-    return _whole(size, what, *key, number)[places] if size <= _SMALL else permute(places, size, what, *key, number)
-
-
-@lru_cache(maxsize=64)
-def _whole(size: int, *key: int | str) -> np.ndarray:
-    """`permute` of all of range(size), cached: a small bucket needs all of it soon."""
-    return permute(np.arange(size), size, *key)
 
 
 class Schedule:
@@ -350,12 +386,12 @@ class Schedule:
         counts: samples per bucket.
         batches: global batch per bucket.
         seed, phase: key of the order (`train.seed`, and how many runs come before this one by `train --from`).
-        small: `carry` or `drop` (see docs/design.md).
+        remainder: `carry` or `drop` (see docs/design.md); `small` in the head of a snapshot.
         parts: per bucket None, or (samples, weight) of its parts in the order of positions.
-        blocks: per bucket of a packed snapshot; None: the plain order.
+        orders: one per bucket, all of a class; None: the plain order. The first weaves the batches of all buckets.
 
     Raises:
-        CacheError: an earlier version had this `small`.
+        CacheError: an earlier version had this remainder.
         ValueError: no bucket ever fills a batch, or the parts do not add up.
     """
 
@@ -366,29 +402,29 @@ class Schedule:
         *,
         seed: int,
         phase: int,
-        small: str,
+        remainder: str,
         parts: Sequence[Sequence[tuple[int, Fraction]] | None] | None = None,
-        blocks: Sequence[Blocks] | None = None,
+        orders: Sequence[Order] | None = None,
     ):
-        if small not in ("carry", "drop"):
+        if remainder not in ("carry", "drop"):
             raise CacheError(
-                f"the snapshot was made with bucket.remainder = {small}, which this version does not know",
+                f"the snapshot was made with bucket.remainder = {remainder}, which this version does not know",
                 expected="carry or drop",
                 fix="train on a new snapshot (sana-pipe bucket), or with the version of sana-pipe that made this one",
             )
         self.counts, self.batches = list(counts), list(batches)
-        self.seed, self.phase, self.small = seed, phase, small
+        self.seed, self.phase = seed, phase
+        self._orders = orders or [Order()] * len(self.counts)
         self._buckets: list[_UnweightedBucket | _WeightedBucket] = []
         for bucket, (count, batch) in enumerate(zip(counts, batches, strict=True)):
             bucket_parts, key = parts[bucket] if parts else None, (seed, phase, bucket)
-            bucket_blocks = blocks[bucket] if blocks else None
+            order = self._orders[bucket]
             if bucket_parts is None:
-                self._buckets.append(_UnweightedBucket(count, batch, small, key, bucket_blocks))
+                self._buckets.append(_UnweightedBucket(count, batch, remainder, key, order))
                 continue
             if sum(n for n, _ in bucket_parts) != count or any(weight <= 0 for _, weight in bucket_parts):
                 raise ValueError(f"bucket {bucket} has {count} samples; its parts are {bucket_parts}")
-            self._buckets.append(_WeightedBucket(bucket_parts, batch, small, key, bucket_blocks))
-        self._blocks = blocks is not None
+            self._buckets.append(_WeightedBucket(bucket_parts, batch, remainder, key, order))
         if not any(bucket.batches_before(1 << 32) for bucket in self._buckets):
             raise ValueError("no bucket ever fills a batch")
 
@@ -401,9 +437,9 @@ class Schedule:
             [bucket.batch for bucket in buckets],
             seed=seed,
             phase=phase,
-            small=head.policies.small,
+            remainder=head.policies.small,
             parts=[None if b.parts is None else [(part.samples, part.weight) for part in b.parts] for b in buckets],
-            blocks=[Blocks(bucket.block or bucket.samples, packed.window) for bucket in buckets] if packed else None,
+            orders=[Blocks(bucket.block or bucket.samples, packed.window) for bucket in buckets] if packed else None,
         )
 
     def steps_upto(self, epochs: int) -> int:
@@ -445,15 +481,7 @@ class Schedule:
         epoch = self.epoch_of(step)
         before = [bucket.batches_before(epoch) for bucket in self._buckets]
         batches = [bucket.batches_before(epoch + 1) - done for bucket, done in zip(self._buckets, before, strict=True)]
-        return epoch, *self._batch_at(epoch, step - sum(before), batches)
-
-    def _batch_at(self, epoch: int, place: int, batches: list[int]) -> tuple[int, int]:
-        """The batch at a place of an epoch: its bucket, and its number there. batches: per bucket."""
         key = ("order", self.seed, self.phase, epoch)
-        if self._blocks:
-            streams, numbers = interleaved(np.array([place], np.int64), batches, GROUP, *key)
-            return int(streams[0]), int(numbers[0])
-        ends = np.cumsum(batches).tolist()
-        slot = int(permute(np.array([place]), ends[-1], *key)[0])
-        bucket = bisect_right(ends, slot)
-        return bucket, slot - (ends[bucket] - batches[bucket])
+        place = np.array([step - sum(before)], np.int64)
+        buckets, numbers = self._orders[0].woven(place, batches, GROUP, *key)
+        return epoch, int(buckets[0]), int(numbers[0])
