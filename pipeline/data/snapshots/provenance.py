@@ -1,4 +1,4 @@
-"""How a snapshot was made: the rules in its head, the options that its captions and pictures were read with, as the
+"""The history of a snapshot: the rules in its head, the options that its captions and pictures were read with, as the
 cache's scans remember them, and what differs between two snapshots in them."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_options(cache: Cache, head: Head) -> dict[str, dict[str, Any]]:
 
 
 def described(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
-    """How a snapshot was made: `id`, `content`, `names`, `parent`, `samples`, `packed`, `options` of `bucket` and
+    """Collect how a snapshot was made: `id`, `content`, `names`, `parent`, `samples`, `packed`, `options` of `bucket` and
     `data` that were not the defaults, `policies`, `buckets`, `encodings`, `sources` (the digest of the scan, and the
     options that its captions and pictures were read with), `left_out` (reason -> items), and `command`, which makes it
     again."""
@@ -55,7 +55,7 @@ def described(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
 
 
 def lines(made: dict[str, Any]) -> Iterator[str]:
-    """What `described` returns, for people."""
+    """The result of `described`, for people."""
     named = f" ({', '.join(made['names'])})" if made["names"] else ""
     yield f"snapshot {made['id']}{named}"
     yield f"  content: {made['content'] or 'not known: an earlier version made it'}"
