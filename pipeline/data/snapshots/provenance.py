@@ -32,9 +32,9 @@ def read_options(cache: Cache, head: Head) -> dict[str, dict[str, Any]]:
 
 def described(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
     """Collect how a snapshot was made: `id`, `content`, `names`, `parent`, `samples`, `packed`, `options` of `bucket`
-    and `data` that were not the defaults, `policies`, `buckets`, `encodings`, `sources` (the digest of the scan, and the
-    options that its captions and pictures were read with), `left_out` (reason -> items), and `command`, which makes it
-    again."""
+    and `data` that were not the defaults, `policies`, `buckets`, `encodings`, `sources` (the digest of the scan, and
+    the options that its captions and pictures were read with), `left_out` (reason -> items), and `command`, which makes
+    it again."""
     head, names = snapshot.head, cache.names_of(snapshot.id)
     read = read_options(cache, head)
     return {
