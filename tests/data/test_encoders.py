@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.base import hub
 from pipeline.base.config import Weights
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, not_permitted
 from pipeline.data.encoders import vae as encoders
 from pipeline.data.encoders.config import TextConfig, Tokenizer, VaeConfig
 from pipeline.data.encoders.frozen import NonFiniteOutputError, bf16_bits, from_bits, provenance_of
@@ -29,6 +28,8 @@ from pipeline.data.encoders.text import TextEncoder, count_rows, describe_text, 
 from pipeline.data.sources import caption_rules as rules
 from pipeline.tools.demo import photographs, small_models
 from pipeline.train.models.config import StartWeights
+from pipeline.train.models.sana_files import WeightFiles
+from pipeline.train.models.sana_shape import read_config
 from tests.support import tiny_models
 from tests.support.messages import naming
 
@@ -558,22 +559,22 @@ def test_code_of_a_model_folder_is_neither_run_nor_asked_for(
         assert caught.value.fix and "trust_remote_code" not in str(caught.value)
 
 
-REFUSED = """
-import sys
-from pathlib import Path
-from pipeline.base.errors import UserError, not_permitted
-from pipeline.base import hub; from pipeline.train.models import sana_files, sana_shape
-root = Path(sys.argv[1])
-for read, name in (
-    (hub.read_json, "file.json"), (sana_shape.read_config, ""), (hub.open_tensors, "file.safetensors"),
-    (sana_files.WeightFiles, "file.pth"), (hub.open_tensors, "closed/inside.safetensors"),
-):
-    try:
-        read(root / name)
-    except UserError as error:
-        print(error.what.partition(": ")[0], error.fix.partition(", ")[0], sep="|")
-print(not_permitted(root / "absent"), not_permitted(root / "no" / "where"), not_permitted(root / ("x" * 300)))
-"""
+def refused(root: Path) -> str:
+    """What is said of each file that may not be read: its path, and the fix; then of three that are not there."""
+    lines = []
+    for read, name in (
+        (hub.read_json, "file.json"),
+        (read_config, ""),
+        (hub.open_tensors, "file.safetensors"),
+        (WeightFiles, "file.pth"),
+        (hub.open_tensors, "closed/inside.safetensors"),
+    ):
+        try:
+            read(root / name)
+        except UserError as error:
+            lines.append(f"{error.what.partition(': ')[0]}|{str(error.fix).partition(', ')[0]}")
+    absent = (root / "absent", root / "no" / "where", root / ("x" * 300))
+    return "\n".join([*lines, " ".join(str(not_permitted(path)) for path in absent)])
 
 
 def test_what_this_user_may_not_read_is_not_called_missing(
@@ -583,9 +584,17 @@ def test_what_this_user_may_not_read_is_not_called_missing(
     for name in ("file.json", "config.json", "file.safetensors", "file.pth"):
         (tmp_path / name).touch(mode=0)
     (tmp_path / "closed").mkdir(mode=0o600)
-    told = subprocess.run(
-        [sys.executable, "-c", REFUSED, tmp_path], preexec_fn=bound_by_permissions, capture_output=True, text=True
-    ).stdout.splitlines()
+    answer, write = os.pipe()
+    if not (child := os.fork()):
+        try:
+            bound_by_permissions()
+            os.write(write, refused(tmp_path).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(answer) as lines:
+        told = lines.read().splitlines()
+    os.waitpid(child, 0)
     names = ["file.json", "config.json", "file.safetensors", "file.pth"]
     assert told[:4] == [f"{tmp_path / name}|chmod a+r {tmp_path / name}" for name in names]
     inside = tmp_path / "closed" / "inside.safetensors"
@@ -708,8 +717,6 @@ def test_demonstration_photographs(tmp_path: Path) -> None:
 
 
 def test_photographs_without_scikit_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "skimage", None)
     with pytest.raises(UserError, match="scikit-image") as caught:
         photographs.demo_photos(tmp_path)

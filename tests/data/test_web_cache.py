@@ -88,6 +88,18 @@ def test_verify_and_status(
         list(loader(opened(url, tmp_path), stop_step=20))
 
 
+def test_names_are_listed_without_asking_for_sizes(
+    served: tuple[Cache, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing of a web server has no sizes: each would be a request of its own."""
+    here, there = served[0].files, opened(served[1], tmp_path).files
+    monkeypatch.setattr(ObjectStore, "stat", lambda *_: pytest.fail("asked"))
+    units = [f"units/{owner}/{plan}" for owner in here.folders("units") for plan in here.folders(f"units/{owner}")]
+    assert [list(there.names_below(top)) for top in ("shards", "none")] == [list(here.names_below("shards")), []]
+    assert list(here.names_below("shards")) and units
+    assert [there.unit_names(folder) for folder in units] == [here.unit_names(folder) for folder in units]
+
+
 def test_nothing_is_written_there(served: tuple[Cache, str], tmp_path: Path) -> None:
     _, url = served
     with pytest.raises(CacheError, match=naming(url)):

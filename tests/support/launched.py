@@ -64,14 +64,20 @@ def found_by_size(folder: Path, sizes: Iterable[int]) -> dict[int, dict[str, Any
     return {size: json.loads((folder / f"found-{size}.json").read_text()) for size in sizes}
 
 
-def results_by_case(worker: ModuleType, folder: Path) -> dict[str, Any]:
-    """Run a worker that calls `strategies.alone_and_together`, in a new interpreter: some look at what is imported.
-    What it noted, by case."""
-    command = [sys.executable, "-m", worker.__name__, str(folder)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=tiny_run.environ(), capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def results_by_case(worker: ModuleType, folder: Path, *, anew: bool = False) -> dict[str, Any]:
+    """Run a worker that calls `strategies.alone_and_together`, and return what it noted, by case.
+
+    Args:
+        anew: in a new interpreter, for a worker that looks at what is imported.
+    """
+    if anew:
+        command = [sys.executable, "-m", worker.__name__, str(folder)]
+        done = subprocess.run(
+            command, cwd=ROOT, env=tiny_run.environ(), capture_output=True, text=True, timeout=500, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    else:
+        run_worker(worker.__name__.rpartition(".")[2], folder, timeout_s=500)
     return {name: row for rows in found_by_size(folder, worker.CASES).values() for name, row in rows.items()}
 
 

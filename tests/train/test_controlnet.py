@@ -316,7 +316,7 @@ def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path, monkeypatc
 
 def test_a_validation_also_has_the_controls_of_other_samples(tmp_path: Path) -> None:
     def validated(name: str, alone: int = 0, **train: Any) -> list[dict[str, Any]]:
-        given = run_settings(tmp_path / name, validation={"every": 40}, **train)
+        given = run_settings(tmp_path / name, validation={"every": 20}, **train)
         held_out = [(copied(batch), count) for batch, count in tiny_run.held_out(given)]
         held_out += [(copied(held_out[-1][0]), 1)] * alone
         task = tiny_run.task(given, touch=lambda step: copied(tiny_run.global_batch(step)))
@@ -327,11 +327,11 @@ def test_a_validation_also_has_the_controls_of_other_samples(tmp_path: Path) -> 
         """The batch with its latents as controls, which tell the noise."""
         return replace(batch, pictures={"control": batch.latents})
 
-    before, after = validated("two", steps=40, microbatch=8)
+    before, after = validated("two", steps=20, microbatch=8)
     assert before["parts"] == {"shuffled_control": pytest.approx(before["loss"])}, "the first step is the base's"
     assert after["parts"]["shuffled_control"] > 1.02 * after["loss"] and after["loss"] < before["loss"]
     assert "parts" not in validated("one", steps=1, microbatch=1)[0], "one sample has no other"
-    with_one = validated("alone", alone=3, steps=40, microbatch=8)[1]
+    with_one = validated("alone", alone=3, steps=20, microbatch=8)[1]
     added = with_one["parts"]["shuffled_control"] - with_one["loss"]
     assert with_one["samples"] == after["samples"] + 3
     assert added == pytest.approx(after["parts"]["shuffled_control"] - after["loss"]), "one that is alone has no other"

@@ -611,7 +611,7 @@ def test_a_prompt_set_of_another_encoding_is_refused(small: Callable[..., Config
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return results_by_case(drawings, tmp_path_factory.mktemp("drawings"))
+    return results_by_case(drawings, tmp_path_factory.mktemp("drawings"), anew=True)
 
 
 @pytest.mark.dist

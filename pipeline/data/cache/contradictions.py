@@ -107,9 +107,9 @@ def _work_contradictions(cache: Cache, owner: str) -> Iterator[Finding]:
     # Shards are listed before commits, and commits before plans, so that work that is published meanwhile is no
     # contradiction.
     shards, others = Digests(), list[str]()
-    for entry in files.walk(f"shards/{owner}"):
-        stem = PurePosixPath(entry.name).stem
-        shards.add(stem) if entry.name == Paths.shard(owner, stem) else others.append(entry.name)
+    for name in files.names_below(f"shards/{owner}"):
+        stem = PurePosixPath(name).stem
+        shards.add(stem) if name == Paths.shard(owner, stem) else others.append(name)
     committed, made = dict[int, Digests](), Digests()
     for number in range(plan_count(cache, owner)):
         for commit in index.each_commit(files, owner, number):

@@ -160,7 +160,7 @@ class Files:
     def _below(self, folder: str) -> Iterator[str]:
         """The files in the folders of a folder, relative to it."""
         if not self.on_disk:  # one listing
-            yield from (entry.name.removeprefix(f"{folder}/") for entry in self.walk(folder))
+            yield from (name.removeprefix(f"{folder}/") for name in self.names_below(folder))
             return
         for name, is_folder in self.store.list(folder):
             if is_folder:
@@ -169,6 +169,10 @@ class Files:
     def walk(self, folder: str) -> Iterator[FileEntry]:
         """All files of the cache below a folder, in the order of their names; an absent folder is empty."""
         return self.store.walk(folder)
+
+    def names_below(self, folder: str) -> Iterator[str]:
+        """The names of these files. Behind a web server `walk` asks for the size of each."""
+        return self.store.names_below(folder)
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         """File -> its size in bytes; absent files are left out."""

@@ -145,6 +145,9 @@ class FolderStore:
         except FileNotFoundError:
             return []
 
+    def names_below(self, folder: str) -> Iterator[str]:
+        return (entry.name for entry in self.walk(folder))
+
     def walk(self, folder: str) -> Iterator[FileEntry]:
         def unlisted(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):

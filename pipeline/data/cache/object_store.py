@@ -207,17 +207,24 @@ class ObjectStore:
         named = ((path.rpartition("/")[2], is_folder) for path, is_folder in pairs if path != base)
         return [(name, is_folder) for name, is_folder in named if not is_foreign(name)]
 
-    def walk(self, folder: str) -> Iterator[FileEntry]:
+    def names_below(self, folder: str) -> Iterator[str]:
+        yield from sorted(self._below(folder))
+
+    def _below(self, folder: str) -> dict[str, dict[str, Any]]:
+        """Return what the listing says of each file below a folder."""
         root = self._path(folder)
         try:
             with self._errors(folder):
-                infos = {
+                return {
                     path[len(self._base) + 1 :]: info
                     for path, info in self.connection.find(root)
                     if path != root and info["type"] == "file" and not is_foreign(path.rpartition("/")[2])
                 }
         except FileNotFoundError:
-            return
+            return {}
+
+    def walk(self, folder: str) -> Iterator[FileEntry]:
+        infos = self._below(folder)
         if all(info.get("size") is not None for info in infos.values()):
             yield from (self._entry(name, infos[name]) for name in sorted(infos))
             return

@@ -104,7 +104,7 @@ class _Counts:
     def sources(self, stores: dict[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], bool]:
         """Count items by name; and say whether some source is still being scanned or planned."""
         sources: dict[str, dict[str, Any]] = {}
-        scanning = any("/planned-" not in entry.name for entry in self.cache.files.walk("fragments"))
+        scanning = any("/planned-" not in name for name in self.cache.files.names_below("fragments"))
         for name in self.cache.sources():
             with self._readable(Paths.scans(name)):
                 scan = self.cache.last_scan(name)

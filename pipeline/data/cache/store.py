@@ -83,5 +83,8 @@ class Store(Protocol):
     def walk(self, folder: str) -> Iterator[FileEntry]:
         """All files below a folder, in the order of their names; an absent folder is empty."""
 
+    def names_below(self, folder: str) -> Iterator[str]:
+        """The names of all files below a folder, as `walk`; sizes are not asked for."""
+
     def stat(self, name: str) -> FileEntry | None:
         """A file's size and time; None if it is missing."""
