@@ -89,12 +89,14 @@ class ModelSpec(ABC):
         free: fields that decide no parameter; a run may begin from a checkpoint with other values.
         pipeline: class of diffusers' pipeline that an export is for; None: an export holds the transformer alone.
         formats: what `save` writes.
+        text_kind: kind of the text encoder that its released weights were trained with; None: not known.
     """
 
     class_name: ClassVar[str]
     free: ClassVar[tuple[str, ...]] = ()
     pipeline: ClassVar[str | None] = None
     formats: ClassVar[tuple[str, ...]] = ("diffusers",)
+    text_kind: ClassVar[str | None] = None
 
     # fields or properties of every kind
     in_channels: Any
@@ -235,6 +237,18 @@ class ModelSpec(ABC):
                     f"{found}",
                     fix=fix,
                 )
+
+    def check_text_kind(self, what: str, fix: str, found: str) -> None:
+        """Refuse rows of another text encoder than the weights were trained with, which may be as wide. what: that they
+        are from. found: the encoder's kind."""
+        if self.text_kind not in (None, found):
+            raise ConfigError(
+                f"the weights and {what} do not fit together: {self.class_name} reads text rows of {self.text_kind}, "
+                f"and these are of {found}",
+                expected=self.text_kind,
+                found=found,
+                fix=fix,
+            )
 
     def check_sides(self, height: int, width: int, compression: int, option: str) -> None:
         """Refuse pictures of a height and width in pixels that the model cannot draw. compression: pixels per latent
