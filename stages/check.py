@@ -25,8 +25,9 @@ from pipeline.base.config import Weights
 from pipeline.base.errors import UserError
 from pipeline.config import Config
 from pipeline.data.encoders import vae as encoders
-from pipeline.data.encoders.text import TOKENIZER_FILES, check_tokenizer, load_tokenizer, text_width
-from pipeline.data.encoders.text_kind import kind_of
+from pipeline.data.encoders.config import TextConfig
+from pipeline.data.encoders.text import TOKENIZER_FILES, check_tokenizer, load_tokenizer
+from pipeline.data.encoders.text_kind import TextKind, kind_at, kind_of
 from pipeline.data.images import buckets
 from pipeline.train.models.adapters import adapter_of
 from pipeline.train.models.spec import ModelSpec, spec_at, spec_from_arch
@@ -60,7 +61,7 @@ def run(config: Config, as_json: bool = False) -> int:
         0, or the exit code of an error in the configuration.
     """
     vae = _inspect(_Part("VAE", config.vae, "encode"), encoders.vae_shape)
-    text = _inspect(_Part("text encoder", config.text, "encode"), text_width)
+    text = _inspect(_Part("text encoder", config.text, "encode"), partial(_text_kind, config.text))
     parts = [vae, text, _tokenizer(config)]
     if (decoder := config.vae.other_decoder) is not None:
         facts: Callable[[Path], Any] = encoders.decoder_shape
@@ -150,6 +151,12 @@ def _inspect(part: _Part, facts: Callable[[Path], Any], *, widest: bool = False)
     return part
 
 
+def _text_kind(text: TextConfig, folder: Path) -> TextKind:
+    kind = kind_at(folder)
+    kind.check(text)
+    return kind
+
+
 def _tokenizer(config: Config) -> _Part:
     place = config.text.tokenizer
     part = _Part("tokenizer", place, "encode")
@@ -175,7 +182,7 @@ def _tokenizer(config: Config) -> _Part:
 
 
 def _misfits(
-    config: Config, vae: tuple[int, int] | None, width: int | None, shape: ModelSpec | None
+    config: Config, vae: tuple[int, int] | None, text: TextKind | None, shape: ModelSpec | None
 ) -> list[UserError]:
     """Shapes that do not agree, and an adapter that does not fit the transformer; None: the shape is unknown."""
     transformer, problems = shape, list[UserError]()
@@ -183,12 +190,15 @@ def _misfits(
         transformer = spec_from_arch(config.model.arch, 1)
     widths: tuple[dict[str, int], ...] = (
         *([{"channels": vae[1]}] if vae else []),
-        *([{"text_width": width}] if width is not None else []),
+        *([{"text_width": text.width}] if text is not None else []),
     )
     checks: list[Callable[[], Any]] = []
     if transformer is not None:
         of_widths = partial(transformer.check_widths, "the encoders", "take all three from one released repository")
         checks = [*(partial(of_widths, **each) for each in widths), partial(adapter_of, config.train, transformer)]
+    if shape is not None and text is not None:
+        fix = "set text.id to the encoder of the model that is trained, or to the pipeline that has it"
+        checks.append(partial(shape.check_text_kind, f"text.id ({config.text.id})", fix, text.name))
     if vae is not None:
         checks.append(partial(buckets.table, config.data, vae[0]))
     for check in checks:

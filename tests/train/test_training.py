@@ -39,6 +39,7 @@ from pipeline.data.snapshots.config import BucketConfig
 from pipeline.tools.planning.expectation import Expectation
 from pipeline.train.config import TrainConfig
 from pipeline.train.models.sana import SanaTransformer
+from pipeline.train.models.sana_files import save_weights
 from pipeline.train.parallel import collectives, data_parallel, mesh
 from pipeline.train.parallel.activation_checkpoint import apply_activation_checkpointing
 from pipeline.train.parallel.parallelize import ParallelModel, adjoining, parallelize
@@ -998,6 +999,22 @@ def test_a_model_and_a_snapshot_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"caption_channels.*24.* 25"):
         fit(settings.train, odd, Launch(), log=lambda line: None)
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_and_rows_of_another_text_encoder(tmp_path: Path) -> None:
+    """As wide as those that they were trained with; a model from scratch may learn from any."""
+    scratch = tiny_run.config(tmp_path / "run", steps=1)
+    fit(scratch.train, replace(tiny_run.task(scratch), text_kind="t5gemma"), Launch(), log=lambda line: None)
+    model = tiny_run.model(scratch)
+    save_weights(model.state_dict(), model.config, tmp_path / "weights", torch.float32)
+    tree = tiny_run.config(tmp_path / "tuned", steps=1).model_dump()
+    tree["model"] = {"weights": {"id": str(tmp_path / "weights")}, "arch": None}
+    tuned = Config.model_validate(tree)
+    with pytest.raises(ConfigError, match=naming("gemma2", "t5gemma", "text.id")):
+        fit(tuned.train, replace(tiny_run.task(tuned), text_kind="t5gemma"), Launch(), log=lambda line: None)
+    assert (
+        fit(tuned.train, replace(tiny_run.task(tuned), text_kind="gemma2"), Launch(), log=lambda line: None).step == 1
+    )
 
 
 def test_weights_that_are_not_there(tmp_path: Path) -> None:

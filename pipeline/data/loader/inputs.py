@@ -52,6 +52,11 @@ class Inputs:
         return self.snapshot.encoding(TextEncoding).width
 
     @property
+    def text_kind(self) -> str:
+        """Kind of the text encoder."""
+        return self.snapshot.encoding(TextEncoding).encoder_kind
+
+    @property
     def sample_size(self) -> int:
         """Side of the latent at the base resolution."""
         return self.resolution // self.latent.compression

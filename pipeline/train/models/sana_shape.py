@@ -37,6 +37,7 @@ class SanaShape:
     """
 
     class_name: ClassVar[str] = CLASS_NAME
+    text_kind: ClassVar[str | None] = "gemma2"
 
     in_channels: int = 32
     out_channels: int | None = 32

@@ -114,6 +114,7 @@ class ModelSpec(ABC):
         formats: what `save` writes.
         readme: template of a whole pipeline's README. family: of the model, a tag of that README.
         overflows_in_fp16: the pipeline's text encoder and VAE do.
+        text_kind: kind of the text encoder that its released weights were trained with; None: not known.
     """
 
     class_name: ClassVar[str]
@@ -123,6 +124,7 @@ class ModelSpec(ABC):
     readme: ClassVar[str] = "pipeline"
     family: ClassVar[str | None] = None
     overflows_in_fp16: ClassVar[bool] = False
+    text_kind: ClassVar[str | None] = None
 
     # fields or properties of every kind
     in_channels: Any
@@ -287,6 +289,18 @@ class ModelSpec(ABC):
                     f"{found}",
                     fix=fix,
                 )
+
+    def check_text_kind(self, what: str, fix: str, found: str) -> None:
+        """Refuse rows of another text encoder than the weights were trained with, which may be as wide. what: that they
+        are from. found: the encoder's kind."""
+        if self.text_kind not in (None, found):
+            raise ConfigError(
+                f"the weights and {what} do not fit together: {self.class_name} reads text rows of {self.text_kind}, "
+                f"and these are of {found}",
+                expected=self.text_kind,
+                found=found,
+                fix=fix,
+            )
 
     def check_sides(self, height: int, width: int, compression: int, option: str) -> None:
         """Refuse pictures of a height and width in pixels that the model cannot draw. compression: pixels per latent

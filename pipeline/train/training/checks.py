@@ -62,6 +62,8 @@ def check_start(context: Context, trainable: Trainable, resumed: Resumed | None)
     )
     fix = "train on a snapshot made with this model's encoders, or change the model section"
     run_on_all(lambda: spec.check_widths("the snapshot", fix, channels=task.channels, text_width=task.text_width))
+    if task.text_kind is not None and task.model.weights is not None:
+        run_on_all(partial(spec.check_text_kind, "the snapshot", f"{fix}; text.id names the encoder", task.text_kind))
     if resumed is None:
         return
     folder, document, begins = resumed

@@ -90,6 +90,7 @@ def task_of(
         first_state=LoaderState(snapshot.id, train.seed, inputs.phase, 0, train.length_window),
         channels=inputs.latent.channels,
         text_width=inputs.text_width,
+        text_kind=inputs.text_kind,
         sample_size=inputs.sample_size,
         loader=lambda layout, start, stop: Loader(snapshot, settings(layout, start, stop)),
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},

@@ -75,7 +75,7 @@ class TrainingTask:
 
     Attributes:
         first_state: snapshot, seed and phase of the order; its step is ignored.
-        channels, text_width: of the latents and of the text rows.
+        channels, text_width: of the latents and of the text rows. text_kind: of the encoder of these; None: not known.
         sample_size: side of the latent at the base resolution, for a model trained from scratch.
         loader: (layout, start_step, stop_step) -> an iterable of this process's microbatches and the state after them.
         batches: global batch by bucket name.
@@ -115,6 +115,7 @@ class TrainingTask:
     objective: Objective | None = None
     adapter: Adapter | None = None
     preserved: Sequence[Tensor] = ()
+    text_kind: str | None = None
     patience_s: float = PATIENCE_S
     textfile: str | None = None
     check: Callable[[Layout], None] = lambda layout: None
