@@ -33,7 +33,7 @@ from pipeline.data.encoders.text import TOKENIZER_FILES, text_width
 from pipeline.data.encoders.text_kind import max_length
 from pipeline.data.encoders.vae import vae_shape
 from pipeline.tools import outputs
-from pipeline.tools.reporting.export_readme import TrainedModel, copy_pictures, readme, trigger_of
+from pipeline.tools.reporting.export_readme import TrainedModel, call_of, copy_pictures, readme, trigger_of
 from pipeline.train.models.adapters import Adapter, Merged, adapter_from, files
 from pipeline.train.models.spec import ModelSpec
 from pipeline.train.training import checkpoint as checkpoints
@@ -130,7 +130,7 @@ def run(
             _write(config, architecture, parts, work)
             about |= {"dtype": str(DTYPES[dtype]).removeprefix("torch."), "compression": parts.compression}
             about |= {"vae": _origin(config.vae), "text_encoder": _origin(config.text)}
-            text = readme("diffusers", described(config, architecture), **about)
+            text = readme(architecture.readme, described(config, architecture), **about)
         elif form == "nvlabs":
             architecture.save(weights, work, DTYPES[dtype], form, f"sana{ending}", max_length(config.text))
             text = readme("nvlabs", described(config, architecture), **about)
@@ -335,9 +335,8 @@ def _parts(config: Config, architecture: ModelSpec) -> Parts:
 
 def _write(config: Config, architecture: ModelSpec, parts: Parts, work: Path) -> None:
     """Everything of a pipeline but its transformer and its README."""
-    from pipeline.train.models.sampler import scheduler  # the only import of diffusers here
-
-    scheduler(config.train.flow.shift).save_pretrained(work / "scheduler")
+    solver = architecture.scheduler(config.train.flow.shift)  # the only import of diffusers here
+    solver.save_pretrained(work / "scheduler")
     copy_model(parts.vae, work / "vae")
     copy_model(parts.text, work / "text_encoder")
     (work / "tokenizer").mkdir()
@@ -349,13 +348,34 @@ def _write(config: Config, architecture: ModelSpec, parts: Parts, work: Path) ->
         work / "model_index.json",
         {
             "_class_name": architecture.pipeline,
-            "scheduler": ["diffusers", "DPMSolverMultistepScheduler"],
-            "text_encoder": ["transformers", "Gemma2Model"],
+            **architecture.pipeline_settings(call_of(described(config, architecture), parts.compression)),
+            "scheduler": ["diffusers", type(solver).__name__],
+            "text_encoder": class_of(parts.text, "text_encoder"),
             "tokenizer": ["transformers", tokenizer_class(parts.tokenizer)],
             "transformer": ["diffusers", architecture.class_name],
-            "vae": ["diffusers", "AutoencoderDC"],
+            "vae": class_of(parts.vae, "vae"),
         },
     )
+
+
+def class_of(folder: Path, part: str) -> list[str]:
+    """Name the library and the class of a pipeline's part as in the `model_index.json` that the folder belongs to, or
+    else as its `config.json` does. A pipeline has no head of a language model."""
+    index = folder.parent / "model_index.json"
+    entry = hub.read_json(index).get(part) if folder.name == part and index.is_file() else None
+    if isinstance(entry, list) and len(entry) == 2 and entry[0] in ("diffusers", "transformers"):
+        return [str(each) for each in entry]
+    values = hub.read_json(folder / "config.json")
+    if "_class_name" in values:
+        return ["diffusers", str(values["_class_name"])]
+    names = values.get("architectures") or []
+    if not names:
+        raise ConfigError(
+            f"{folder / 'config.json'} names no class, which a pipeline needs",
+            expected="_class_name or architectures, as save_pretrained writes them",
+            fix="save the model again with save_pretrained, or take the folder of a pipeline",
+        )
+    return ["transformers", str(names[0]).replace("ForCausalLM", "Model")]
 
 
 def _shown(config: Config) -> dict[str, Any]:

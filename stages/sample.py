@@ -43,6 +43,7 @@ from pipeline.tools.reporting.draw_latents import DrawnLatent
 from pipeline.tools.reporting.source_pictures import SourcePictures
 from pipeline.train.models.adapters import Adapter, adapter_from
 from pipeline.train.models.sampler import Sampling
+from pipeline.train.models.spec import ModelSpec
 from pipeline.train.training import checkpoint as checkpoints
 from pipeline.train.training import lock
 from pipeline.train.training.base_weights import first_weights, whole_weights
@@ -115,7 +116,7 @@ def run(
         adapter = controlled if title == DRAWN and scale != 0 else None
         model = draw_latents.open_model(config.train, architecture, weights, device, adapter)
         return draw_latents.draw_for(
-            model, _sampling(config), config.sample.seed, opened, chosen, controlled=adapter is not None
+            model, _sampling(config, architecture), config.sample.seed, opened, chosen, controlled=adapter is not None
         )
 
     with _working(out) as work:
@@ -153,8 +154,8 @@ def _trained(config: Config, checkpoint: str, ema: bool) -> tuple[Config, checkp
     return config.model_copy(update={"train": trained}), stored, controlled
 
 
-def _sampling(config: Config) -> Sampling:
-    return Sampling.of(config.sample, config.train.flow.shift, config.train.drawn_at_once)
+def _sampling(config: Config, architecture: ModelSpec) -> Sampling:
+    return Sampling.of(config.sample, config.train.flow.shift, config.train.drawn_at_once, architecture.scheduler)
 
 
 def _columns(
@@ -324,7 +325,8 @@ def run_prompts(
         def draw(title: str, weights: dict[str, Tensor]) -> list[Tensor]:
             adapter, control = (controlled, drawn_from) if title == DRAWN and scale != 0 else (None, None)
             model = draw_latents.open_model(config.train, stored.architecture, weights, device, adapter)
-            return draw_latents.draw_prompts(model, _sampling(config), config.sample.seed, encoded, shape, control)
+            sampling = _sampling(config, stored.architecture)
+            return draw_latents.draw_prompts(model, sampling, config.sample.seed, encoded, shape, control)
 
         latents = _drawn(columns, draw)
         if drawn_from is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from pipeline.data.encoders.frozen import from_bits
 from pipeline.data.encoders.text import TextEncoder, count_rows, describe_text, relative_error
 from pipeline.data.signals.text import TextEncoding
 from pipeline.data.sources import caption_rules as rules
+from pipeline.data.sources import prx_cleaning
 from tests.support import tiny_models
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.messages import naming
@@ -43,6 +46,11 @@ Make = Callable[..., Config]
 @pytest.fixture(scope="session")
 def qwen3(made_once: Callable[..., Path]) -> Path:
     return made_once("qwen3", tiny_models.build_qwen3)
+
+
+@pytest.fixture(scope="session")
+def t5gemma(made_once: Callable[..., Path]) -> Path:
+    return made_once("t5gemma", tiny_models.build_t5gemma)
 
 
 def encoder(folder: Path, **options: Any) -> TextEncoder:
@@ -69,6 +77,28 @@ def of_z_image(folder: Path, captions: list[str], dtype: torch.dtype = torch.flo
     return rows, empty[0]
 
 
+class Ftfy:
+    """In place of ftfy, which is not installed: the rules of it that are implemented here."""
+
+    fix_text = staticmethod(prx_cleaning.repaired)
+
+
+@torch.no_grad()
+def of_prx(folder: Path, captions: list[str], dtype: torch.dtype = torch.float32, length: int | None = None) -> Any:
+    """(rows of captions, rows of the empty caption), as PRXPipeline computes them, without padding."""
+    from diffusers.pipelines.prx import pipeline_prx
+    from transformers import AutoTokenizer
+    from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
+
+    if not hasattr(pipeline_prx, "ftfy"):
+        pipeline_prx.ftfy = Ftfy
+    model = T5GemmaEncoder.from_pretrained(folder / "text_encoder", dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    pipe = pipeline_prx.PRXPipeline(None, None, model, tokenizer)
+    rows, mask, none, of_none = pipe.encode_prompt(list(captions), device="cpu", tokenizer_max_length=length)
+    return [each[kept] for each, kept in zip(rows, mask, strict=True)], none[0][of_none[0]]
+
+
 def steps(mine: np.ndarray, theirs: torch.Tensor) -> float:
     """The largest difference in steps of bf16 (of the larger of the value and a hundredth of the largest)."""
     ours, theirs = from_bits(mine).double(), theirs.double()
@@ -79,8 +109,7 @@ def steps(mine: np.ndarray, theirs: torch.Tensor) -> float:
 # ---------------------------------------------------------------- Qwen3
 
 
-@pytest.mark.parametrize("length", [512, 24])
-@pytest.mark.parametrize("mode", ["auto", "exact"])
+@pytest.mark.parametrize(("mode", "length"), [("auto", 512), ("exact", 24)])
 def test_rows_of_qwen3_equal_those_of_z_image(qwen3: Path, mode: Literal["auto", "exact"], length: int) -> None:
     one = encoder(qwen3, mode=mode, max_length=None if length == 512 else length)
     theirs, empty = of_z_image(qwen3, CAPTIONS, length=length)
@@ -106,15 +135,114 @@ def test_the_comparison_notices_another_turn_and_another_layer(qwen3: Path) -> N
 
 
 def test_rows_of_qwen3_in_bf16(qwen3: Path) -> None:
-    one = encoder(qwen3, dtype="bf16", mode="exact")
-    theirs = of_z_image(qwen3, CAPTIONS, torch.bfloat16)[0]
+    one = encoder(qwen3, dtype="bf16", mode="exact", max_length=64)
+    theirs = of_z_image(qwen3, CAPTIONS, torch.bfloat16, 64)[0]
     assert max(steps(a, b.float()) for a, b in zip(one.encode(CAPTIONS), theirs, strict=True)) <= 1
+
+
+# ---------------------------------------------------------------- T5Gemma
+
+
+@pytest.mark.parametrize(("mode", "length"), [("auto", None), ("exact", 24)])
+def test_rows_of_t5gemma_equal_those_of_prx(t5gemma: Path, mode: Literal["auto", "exact"], length: int | None) -> None:
+    """The long caption is longer than the sliding window of every other layer."""
+    one = encoder(t5gemma, mode=mode, max_length=length)
+    theirs, empty = of_prx(t5gemma, CAPTIONS, length=length)
+    mine = rows(one, CAPTIONS)
+    assert [len(each) for each in mine] == [len(each) for each in theirs]
+    assert max(relative_error(a, b) for a, b in zip(mine, theirs, strict=True)) < 1e-5
+    assert len(mine[6]) == (length or 256) and len({len(each) for each in mine}) > 3
+    bits, valid = one.null()
+    assert valid == len(bits) == len(empty) == 1 and steps(bits, empty) <= 0.6
+
+
+def test_rows_of_t5gemma_in_bf16(t5gemma: Path) -> None:
+    one = encoder(t5gemma, dtype="bf16", mode="exact", max_length=64)
+    theirs = of_prx(t5gemma, CAPTIONS, torch.bfloat16, 64)[0]
+    cleaned = [rules.normalise(caption, "prx") for caption in CAPTIONS]
+    assert max(steps(a, b.float()) for a, b in zip(one.encode(cleaned), theirs, strict=True)) <= 1
+
+
+def test_both_directions_count(t5gemma: Path) -> None:
+    one = encoder(t5gemma)
+    first, other = (from_bits(bits)[0] for bits in one.encode(["a red circle", "a red house"]))
+    assert not torch.equal(first, other), "the first token sees the last"
+
+
+def test_the_encoder_of_a_whole_t5gemma_is_the_same(t5gemma: Path, tmp_path: Path) -> None:
+    """And that in the form that diffusers' pipeline writes it."""
+    from transformers import T5GemmaForConditionalGeneration
+    from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
+
+    alone, config = encoder(t5gemma), TextConfig(id=str(t5gemma))
+    whole = T5GemmaForConditionalGeneration(tiny_models.t5gemma_config(len(alone.tokenizer)))
+    whole.model.encoder.load_state_dict(alone.model.state_dict())
+    written = T5GemmaEncoder.from_pretrained(t5gemma / "text_encoder")
+    for model in (whole, written):
+        folder = tmp_path / type(model).__name__
+        shutil.copytree(t5gemma / "tokenizer", folder / "tokenizer")
+        model.save_pretrained(folder / "text_encoder")
+        settings = json.loads((folder / "text_encoder" / "config.json").read_text())
+        assert settings["model_type"] == "t5gemma"
+        assert describe_text(TextConfig(id=str(folder))) == describe_text(config)
+        (bits,) = encoder(folder).encode(["a red circle"])
+        assert np.array_equal(bits, alone.encode(["a red circle"])[0])
+
+
+def test_a_decoder_is_no_text_encoder(t5gemma: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(t5gemma, tmp_path / "copy"))
+    set_settings(copy, is_decoder=True)
+    with pytest.raises(ModelError, match=naming(copy / "text_encoder", "decoder", "text.id")):
+        describe_text(TextConfig(id=str(copy)))
+    with pytest.raises(ModelError, match=naming(copy / "text_encoder", "decoder", "text.id")):
+        encoder(copy)
+
+
+PIECES = [
+    *("a", "Cat", " ", "  ", "\n", "\t", "http://x.com/a", "www.a.it", "@nick", "日本", "—", "«", "`", "''", '""', "'"),
+    *("&quot;", "&amp;", "&amp", "&lt;", "&#39;", "&#x2019;", "192.168.1.1", "1:23 ", "\\n", "#12", "#12345"),
+    *("1234567", "img.png", "..", "...", "®", "(", "]", "|", "\\", "/", "*", " . ", "-", "_", "a-b-c-d-e", "ﬁ", "ｌ"),
+    *("　", "“", "’", "\u2028", "\x93", "\x1b[31m", "\x07", "e\u0301", "jc6640", "jc6640vc", "6640vc231", "İ", "Σ"),
+    *("free shipping", "free download", "click on me", "png images", "page 12", "j2d1a2a", "10x20", " : ", ",x", "."),
+    *("<person>", "%20"),
+]
+SIMPLE = [*(" ".join((word, "")) for word in ("a", "Cat,", "dog's", "Close-up", "house.", "PDFs", "shipping", "sea"))]
+
+
+def test_cleaning_is_that_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ftfy replaced by its rules (compared with ftfy 6.3.1: equal but where it guesses at an encoding)."""
+    import pyarrow as pa
+    from diffusers.pipelines.prx import pipeline_prx
+
+    monkeypatch.setattr(pipeline_prx, "ftfy", Ftfy, raising=False)
+    theirs, draw = pipeline_prx.TextPreprocessor(), random.Random(0)
+    some = ["".join(draw.choices(PIECES, k=draw.randint(0, 7))) for _ in range(1500)]
+    some += ["".join(draw.choices(SIMPLE, k=draw.randint(1, 7)))[:-1] for _ in range(1000)]
+    cleaned = [prx_cleaning.clean(text) for text in some]
+    assert cleaned == [theirs.clean_text(text) for text in some]
+    assert rules.normalise_all(pa.array(some), "prx").to_pylist() == cleaned
+    plain = [text for text in some if re.search(prx_cleaning.PLAIN, text)]
+    assert len(plain) > 500 and len(set(cleaned)) > 1000
+
+
+def test_the_rules_of_ftfy() -> None:
+    for text, wanted in {
+        "ﬁsh & ﬀ": "fish & ff",
+        "ＬＯＵＤ　": "LOUD ",
+        "“it’s”": '"it\'s"',
+        "a\r\nb\u2028c": "a\nb\nc",
+        "\x93x\x85\x1b[31mred\x07": '"x…red',
+        "e\u0301 &eacute; &#233; &amp &bad;": "é é é &amp &bad;",
+        "<b>&eacute;": "<b>&eacute;",
+        "cafÃ©": "cafÃ©",  # which ftfy guesses at
+    }.items():
+        assert prx_cleaning.repaired(text) == wanted
 
 
 # ---------------------------------------------------------------- every kind
 
 
-@pytest.fixture(params=["qwen3"])
+@pytest.fixture(params=["qwen3", "t5gemma"])
 def other(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
@@ -254,15 +382,25 @@ class Killed(BaseException):
     pass
 
 
+def some_of(photos: Path, folder: Path) -> Path:
+    """Four of the photographs, with their captions."""
+    folder.mkdir()
+    for path in sorted(photos.glob("*.txt"))[:4]:
+        for each in photos.glob(f"{path.stem}.*"):
+            shutil.copy(each, folder)
+    return folder
+
+
 def test_a_killed_encoding_goes_on_and_gives_the_same_rows(
     other: Path, photos: Path, make_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a snapshot of them, whose null record has the rows of the empty caption alone."""
-    set_constants(monkeypatch, unit_sizes(64, 5))
+    set_constants(monkeypatch, unit_sizes(64, 2))
+    source = some_of(photos, tmp_path / "some")
     options = f"text.id={other}", "text.max_length=null", "data.resolution=64", "data.buckets=[[64, 64]]"
     config = make_config(tmp_path / "whole", *options)
-    done = stages.encode.run(config, data=str(photos))
-    assert done["captions"] == 12 + 1 and done["left"] == 0
+    done = stages.encode.run(config, data=str(source))
+    assert done["captions"] == 4 + 1 and done["left"] == 0
 
     resumed, inner, calls = make_config(tmp_path / "killed", *options), TextEncoder.encode, 0
 
@@ -276,8 +414,8 @@ def test_a_killed_encoding_goes_on_and_gives_the_same_rows(
     with monkeypatch.context() as patched:
         patched.setattr(TextEncoder, "encode", dies)
         with pytest.raises(Killed):
-            stages.encode.run(resumed, data=str(photos))
-    assert 0 < stages.encode.run(resumed, data=str(photos))["captions"] < 13
+            stages.encode.run(resumed, data=str(source))
+    assert 0 < stages.encode.run(resumed, data=str(source))["captions"] < 5
 
     taken = []
     for each in (config, resumed):

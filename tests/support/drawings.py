@@ -75,7 +75,7 @@ def draw_for(
 ) -> list[draw_latents.DrawnLatent]:
     """`draw_latents.draw_for` on the CPU, as `sample` calls it."""
     model = draw_latents.open_model(config.train, architecture, weights, torch.device("cpu"))
-    return draw_latents.draw_for(model, _sampling(config), config.sample.seed, snapshot, rows)
+    return draw_latents.draw_for(model, _sampling(config, architecture), config.sample.seed, snapshot, rows)
 
 
 def draw_prompts(
@@ -89,8 +89,9 @@ def draw_prompts(
 ) -> list[torch.Tensor]:
     """`draw_latents.draw_prompts` on the CPU, as `sample` calls it."""
     model = draw_latents.open_model(config.train, architecture, weights, torch.device("cpu"), adapter)
-    return draw_latents.draw_prompts(model, _sampling(config), config.sample.seed, prompts, shape, control)
+    sampling = _sampling(config, architecture)
+    return draw_latents.draw_prompts(model, sampling, config.sample.seed, prompts, shape, control)
 
 
-def _sampling(config: Config) -> Sampling:
-    return Sampling.of(config.sample, config.train.flow.shift, config.train.drawn_at_once)
+def _sampling(config: Config, architecture: ModelSpec) -> Sampling:
+    return Sampling.of(config.sample, config.train.flow.shift, config.train.drawn_at_once, architecture.scheduler)

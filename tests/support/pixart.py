@@ -63,6 +63,7 @@ class Stored:
 @dataclass(frozen=True)
 class PixArt(ModelSpec):
     class_name = CLASS
+    pipeline = "PixArtAlphaPipeline"
 
     num_attention_heads: int = 2
     attention_head_dim: int = 8

@@ -258,8 +258,9 @@ def test_readme_states_what_this_model_needs(trained: Trained, exported: Path, t
 
     document = checkpoints.read_document(trained.checkpoint)
 
-    def arguments(config: Config, *sizes: int) -> dict[str, str]:
-        return call_arguments(export.described(config, document.architecture), *sizes)
+    def arguments(config: Config, sample_size: int, compression: int) -> dict[str, str]:
+        shape = replace(document.architecture, sample_size=sample_size)  # type: ignore[type-var]
+        return call_arguments(export.described(config, shape), compression)
 
     big = load("sana_1600m_1024")
     plain = arguments(big, 32, 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -286,7 +287,9 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     from pipeline.base import gpus
     from pipeline.data.cache.cache import Cache
     from pipeline.tools.planning import predict
+    from pipeline.tools.reporting.draw_latents import SnapshotTensors
     from pipeline.train.models import spec
+    from pipeline.train.models.sampler import noise_of, pad_rows
     from tests.support import pixart
     from tests.support.drawings import draw_for
 
@@ -330,4 +333,67 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     expected = exported(latents, **dict(zip(keys, inputs[1:], strict=True))).sample
     torch.testing.assert_close(own(*inputs), expected)
     (drawn,) = draw_for(more, architecture, dict(weights), snapshot, [0])
-    assert drawn.latent.shape == drawn.cached.shape and drawn.latent.isfinite().all()
+    sigmas = architecture.scheduler(config.train.flow.shift)
+    sigmas.set_timesteps(config.sample.steps)
+    latent = noise_of(drawn.sample_id, tuple(drawn.cached.shape), config.sample.seed)
+    records = SnapshotTensors(snapshot)
+    entry = snapshot.sample(0)
+    at = max(range(len(entry.captions)), key=lambda i: entry.captions[i].weight)
+    text, mask = pad_rows([records.null(), records.text(entry, at)])
+    for now, later in zip(sigmas.sigmas[:-1], sigmas.sigmas[1:], strict=True):
+        with torch.no_grad():
+            none, some = own(latent.expand(2, -1, -1, -1), text, mask, (now * 1000).expand(2)).chunk(2)
+        latent = latent + (later - now) * (none + config.sample.guidance * (some - none))
+    torch.testing.assert_close(drawn.latent, latent[0], atol=1e-4, rtol=1e-4)
+
+    index = json.loads((tmp_path / "out/model_index.json").read_text())
+    assert index == {
+        "_class_name": "PixArtAlphaPipeline",
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+        "text_encoder": ["transformers", "Gemma2Model"],
+        "tokenizer": ["transformers", "GemmaTokenizerFast"],
+        "transformer": ["diffusers", pixart.CLASS],
+        "vae": ["diffusers", "AutoencoderDC"],
+    }
+    solver = json.loads((tmp_path / "out/scheduler/scheduler_config.json").read_text())
+    assert solver["_class_name"] == "FlowMatchEulerDiscreteScheduler" and solver["shift"] == config.train.flow.shift
+    text = (tmp_path / "out/README.md").read_text()
+    assert "from diffusers import PixArtAlphaPipeline" in text and "sana" not in text.split("\n---\n")[0]
+
+
+def test_the_class_of_a_part_is_that_of_its_pipeline_or_of_its_configuration(tmp_path: Path) -> None:
+    from stages.export import class_of
+
+    def named(**values: Any) -> list[str]:
+        (tmp_path / "vae").mkdir(exist_ok=True)
+        (tmp_path / "vae/config.json").write_text(json.dumps(values))
+        return class_of(tmp_path / "vae", "vae")
+
+    assert named(_class_name="AutoencoderKL") == ["diffusers", "AutoencoderKL"]
+    assert named(architectures=["Qwen3ForCausalLM"]) == ["transformers", "Qwen3Model"]
+    with pytest.raises(ConfigError, match="names no class"):
+        named(architectures=None)
+    (tmp_path / "model_index.json").write_text(json.dumps({"vae": ["diffusers", "AutoencoderOther"]}))
+    assert named(_class_name="AutoencoderKL") == ["diffusers", "AutoencoderOther"]
+    (tmp_path / "model_index.json").write_text(json.dumps({"vae": ["foreign_code", "AutoencoderOther"]}))
+    assert named(_class_name="AutoencoderKL") == ["diffusers", "AutoencoderKL"]
+
+
+def test_a_plan_of_a_model_whose_shapes_depend_on_data_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.base import gpus
+    from pipeline.tools.planning import predict
+    from pipeline.train.models.sana import SanaTransformer
+
+    forward = SanaTransformer.forward
+
+    def cut(self: Any, latents: Any, captions: Any, mask: Any, timesteps: Any) -> Any:
+        captions[mask]
+        return forward(self, latents, captions, mask, timesteps)
+
+    monkeypatch.setattr(SanaTransformer, "forward", cut)
+    settings = tiny_run.config()
+    spec = tiny_run.model(settings).config
+    data = predict.Data({(64, 64): 2}, None, 4, 8, spec.in_channels, spec.caption_channels)
+    machine = predict.Machine(gpus.card("h100"), 80 << 30, 1)
+    with pytest.raises(ConfigError, match=spec.class_name):
+        predict.predict(settings.train, spec, data, machine)

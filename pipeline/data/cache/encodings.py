@@ -131,7 +131,7 @@ class PictureEncoding(Encoding, ABC):
 @dataclass(frozen=True)
 class CaptionEncoding(Encoding):
     """An encoding of records that belong to a caption: (rows, width), the first `valid` of which attention may see. The
-    caption as written is stored beside. One null record per encoding has all rows of the empty caption.
+    caption as written is stored beside. One null record per encoding has the rows of the empty caption.
 
     Attributes:
         normalisation: what captions share a record; see `sources.caption_rules.normalise`.
@@ -142,6 +142,11 @@ class CaptionEncoding(Encoding):
     normalisation: str = "diffusers"
     max_length: int = 300
     width: int = 2304
+
+    @property
+    def pads_null(self) -> bool:
+        """Return whether the null record has `max_length` rows; else it has those of the empty caption."""
+        return True
 
     @property
     def null_key(self) -> bytes:

@@ -70,13 +70,13 @@ class TextConfig(Weights):
     """Precision of the encoder's computation; part of the encoding."""
     prompting: Literal["diffusers", "nvlabs"] = "diffusers"
     """Normalisation of captions. diffusers: as the encoder's pipeline does at inference: lower case, stripped for
-    Gemma-2 (`SanaPipeline`), as written for Qwen3 (`ZImagePipeline`). nvlabs: as written, as NVlabs' trainer of Sana
-    does."""
+    Gemma-2 (`SanaPipeline`), as written for Qwen3 (`ZImagePipeline`), cleaned for T5Gemma (`PRXPipeline`). nvlabs: as
+    written, as NVlabs' trainer of Sana does."""
     instruction: str | None = None
     """The text before each caption; null: that of `prompting`, for Gemma-2; `""`: none."""
     max_length: Annotated[int, Field(ge=2)] | None = None
-    """Token limit of a caption; longer captions are cut. null: that of the encoder's pipeline: 300 for Gemma-2, 512 for
-    Qwen3, whose chat template counts."""
+    """Token limit of a caption; longer captions are cut. null: that of the encoder's pipeline: 300 for Gemma-2, 256 for
+    T5Gemma, 512 for Qwen3, whose chat template counts."""
     mode: Literal["auto", "exact"] = "auto"
     """auto: run the instruction once for all captions, and no padding, and check samples against the reference. exact:
     run the reference for each caption. Not part of the encoding (see pipeline/data/encoders/text.py)."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 KINDS: dict[str, str] = {
     "gemma2": "pipeline.data.encoders.text_gemma2:Gemma2",
     "qwen3": "pipeline.data.encoders.text_qwen3:Qwen3",
+    "t5gemma": "pipeline.data.encoders.text_t5gemma:T5Gemma",
+    "t5_gemma_module": "pipeline.data.encoders.text_t5gemma:T5Gemma",
 }
 """transformers' `model_type` -> module:class."""
 TEMPLATE_FILE = "chat_template.jinja"

@@ -254,7 +254,7 @@ class Sizes:
     Attributes:
         records: of shards, by the noun of the records.
         index: of all tables and documents.
-        tokens: rows of all new captions, without <bos> and without the null record.
+        tokens: rows of all new captions, without the first of each and without the null record.
         sampled: captions that were tokenized.
     """
 
@@ -273,13 +273,13 @@ def sizes(work: Wanted, text: CaptionEncoding, count_rows: Callable[[Sequence[st
 
     Args:
         text: the encoding of captions.
-        count_rows: normalised captions -> their rows (a tokenizer); called for `Wanted.sample`.
+        count_rows: normalised captions -> their rows (a tokenizer); called for `Wanted.sample` and the null record.
     """
     assert isinstance(text, CaptionSignal)
     rows = count_rows([caption for caption, _ in work.sample]) if work.sample else []
     scale = work.captions / len(rows) if rows else 0.0
     body = sum(text_bytes(text, n, size) for n, (_, size) in zip(rows, work.sample, strict=True))
-    null = text_bytes(text, text.max_length, 0) if work.null else 0
+    null = text_bytes(text, text.max_length if text.pads_null else count_rows([""])[0], 0) if work.null else 0
     units = -(-work.captions // planning.UNIT_CAPTIONS) + work.null
     captions = round(body * scale) + null + units * _SHARD
     # Twice a row: the tables of the unit and the plan. Scan and plan, which have copies, hold keys, digests and text.

@@ -33,6 +33,12 @@ class TextEncoding(CaptionSignal):
     encoder_kind: str = "gemma2"
     template: str = ""
 
+    @property
+    def pads_null(self) -> bool:
+        from pipeline.data.encoders.text_kind import kind_class
+
+        return kind_class(self.encoder_kind).pads_null
+
     @classmethod
     def wanted(cls, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Self:
         return cls(**_described(encoders), storage=encode.storage.text)

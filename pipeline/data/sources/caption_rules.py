@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from pipeline.base.errors import UserError
 from pipeline.data.encoders.config import INSTRUCTIONS, TextConfig
+from pipeline.data.sources import prx_cleaning
 
 _FLAGS = re.compile(
     r"(?<!\S)--(?:[A-Za-z]{1,2}|seed|steps|width|height|neg|negative|niji|style|stylize|chaos)(?=[\s=]|$)"
@@ -36,12 +37,14 @@ def normalise(caption: str, rule: str) -> str:
 
     Args:
         rule: an encoding's `normalisation`. `diffusers`: lower case, surrounding whitespace removed (SanaPipeline,
-            `clean_caption=False`); `nvlabs` and `unchanged`: as written.
+            `clean_caption=False`); `nvlabs` and `unchanged`: as written; `prx`: cleaned (PRXPipeline).
     """
     if rule == "diffusers":
         return caption.lower().strip()
     if rule in _UNCHANGED:
         return caption
+    if rule == "prx":
+        return prx_cleaning.clean(caption)
     raise ValueError(f"unknown normalisation {rule!r}")
 
 
@@ -49,10 +52,13 @@ def normalise_all(captions: pa.Array, rule: str) -> pa.Array:
     """`normalise` of many captions (strings without null)."""
     if rule in _UNCHANGED:
         return captions
-    if rule != "diffusers":
-        return pa.array([normalise(caption, rule) for caption in captions.to_pylist()], captions.type)
-    other = pc.invert(pc.string_is_ascii(captions))  # Arrow knows other lower-case letters than Python
-    normalised = pc.ascii_trim(pc.ascii_lower(captions), characters=_ASCII_SPACE)
+    normalised = pc.ascii_lower(captions)
+    if rule == "prx":
+        plain = pc.match_substring_regex(captions, prx_cleaning.PLAIN)
+        other = pc.invert(pc.and_not(plain, pc.match_substring_regex(captions, prx_cleaning.UNUSUAL)))
+    else:
+        other = pc.invert(pc.string_is_ascii(captions))  # Arrow knows other lower-case letters than Python
+        normalised = pc.ascii_trim(normalised, characters=_ASCII_SPACE)
     rest = [normalise(caption, rule) for caption in captions.filter(other).to_pylist()]
     return pc.replace_with_mask(normalised, other, pa.array(rest, captions.type)) if rest else normalised
 

@@ -20,13 +20,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import ConfigError, UserError
 from pipeline.data.loader.loader import Batch
 from pipeline.tools.planning import recorder as kinds
 from pipeline.tools.planning.recorder import Recorder, Work
@@ -166,13 +170,18 @@ def trace(
         on_gpu: predict a GPU's memory; otherwise that of a run on the CPU, where host and device are one.
 
     Raises:
-        UserError: this process belongs to a process group already; torchao is missing.
+        UserError: this process belongs to a process group already; torchao is missing; shapes that depend on data.
     """
     optimizers.check(train.optim)  # imports it: what a module computes there must not be of fake tensors
     # Packed captions have the shapes of padded ones that fill all rows.
     sizes = [shape.microbatch] * shape.count
     parameters: list[nn.Parameter] = []
-    with _process_group(rank, layout) as mesh, FakeTensorMode(allow_non_fake_inputs=True), _real_meshes():
+    with (
+        _shapes_only(architecture),
+        _process_group(rank, layout) as mesh,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _real_meshes(),
+    ):
         recorder = Recorder((), SCRATCH) if on_gpu else Recorder(CUSTOM, gloo=True)
         with recorder:
             plain = train.model_copy(update={"preserve": None, "mask": None})  # neither saves a tensor of a block
@@ -215,6 +224,20 @@ def trace(
         {key: [float(x) for x in value] for key, value in recorder.sent.items()},
         float(peak.apart) if on_gpu else 0.0,
     )
+
+
+@contextlib.contextmanager
+def _shapes_only(architecture: ModelSpec) -> Iterator[None]:
+    """Refuse a model whose step cannot be followed by shapes alone."""
+    try:
+        yield
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise ConfigError(
+            f"the shapes of {architecture.class_name} depend on its data, so its memory and time cannot be predicted",
+            expected="a forward pass whose shapes follow from those of its inputs",
+            found=str(error.func),
+            fix="numbers instead of auto, and train without a plan: what a run needs is in its log",
+        ) from error
 
 
 _OFFLOADED = (kinds.PARAMETERS, kinds.GRADIENTS, kinds.OPTIMIZER, kinds.EMA), ("optimizer",)

@@ -17,13 +17,7 @@ from pipeline.data.sources.config import DataConfig
 from pipeline.tools.reporting.page import render
 from pipeline.tools.reporting.run_pictures import Drawing, files
 from pipeline.train.models.config import SampleConfig, StartWeights
-from pipeline.train.models.spec import ModelSpec
-
-BINS = {16: 512, 32: 1024, 64: 2048, 128: 4096}
-"""sample_size -> the resolution of `SanaPipeline`'s aspect-ratio bins; they are made for a compression of 32."""
-
-PIPELINE_MULTIPLE = 32
-"""`SanaPipeline` refuses a height or width that is no multiple of this, whatever the VAE."""
+from pipeline.train.models.spec import Call, ModelSpec
 
 PICTURES = 5
 """Limit on the prompts whose pictures an adapter's README shows."""
@@ -57,17 +51,15 @@ def readme(
     """The text by `templates/TEMPLATE.md`.
 
     Args:
-        compression: of the VAE; None: training's resolution over the model's `sample_size`.
+        compression: of the VAE; None: not known.
         place: of the pipeline that the call loads.
         facts: further values that the template names: `weights` in words, `state` of the data (`step`, `snapshot`,
             `seed`), `dtype` and others.
     """
-    sample_size, prefix = model.architecture.sample_size, model.data.caption_prefix
-    compression = compression or model.data.resolution // sample_size
-    arguments = call_arguments(model, sample_size, compression)
+    prefix, arguments = model.data.caption_prefix, call_arguments(model, compression)
     quoted = json.dumps(json.dumps(instruction(model.text).split("\n")))
     values = {
-        "head": _head(template, place, trigger_of(prefix) if adapter is not None else "", adapter),
+        "head": _head(model.architecture, template, place, trigger_of(prefix) if adapter is not None else "", adapter),
         "prefix": code(prefix) if prefix else None,
         "prompt": json.dumps((prefix if adapter else "") + "a caption", ensure_ascii=False),
         "model": model,
@@ -78,7 +70,6 @@ def readme(
         "controlnet": template == "controlnet",
         "arguments": arguments,
         "quoted": quoted if arguments.get("complex_human_instruction", "None") != "None" else None,
-        "multiple": PIPELINE_MULTIPLE,
     }
     return render(f"{template}.md", **values, **facts) + "\n"
 
@@ -88,7 +79,7 @@ def trigger_of(caption_prefix: str) -> str:
     return " ".join(caption_prefix.split()).strip(" ,;:.")
 
 
-def _head(template: str, place: str, trigger: str, adapter: object) -> str:
+def _head(architecture: ModelSpec, template: str, place: str, trigger: str, adapter: object) -> str:
     """The YAML that the hub reads at the top of a model's README."""
     kind = {"lora": ["lora"], "dora": ["lora", "dora"], "controlnet": ["controlnet"]}.get(
         getattr(adapter, "kind", ""), []
@@ -100,7 +91,8 @@ def _head(template: str, place: str, trigger: str, adapter: object) -> str:
         values["instance_prompt"] = trigger
     if template != "controlnet":
         values["pipeline_tag"] = "text-to-image"
-    values["tags"] = ["text-to-image", "diffusers", "sana", *kind]
+    family = [] if architecture.family is None else [architecture.family]
+    values["tags"] = ["text-to-image", "diffusers", *family, *kind]
     text = as_yaml(values, sort_keys=False, allow_unicode=True, width=10**6)
     remark = "license: other  # fill in: that of the base, and the rights of the pictures"
     return f"---\n{text.replace('license: other', remark, 1)}---\n"
@@ -119,24 +111,22 @@ def plain(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>()#+!|~$-])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 
-def call_arguments(model: TrainedModel, sample_size: int, compression: int) -> dict[str, str]:
-    """Return what `SanaPipeline.__call__` must be given for this model, as Python source by argument."""
-    resolution = sample_size * compression
-    side = -(-resolution // PIPELINE_MULTIPLE) * PIPELINE_MULTIPLE
-    arguments = {
-        "height": str(side),
-        "width": str(side),
-        "num_inference_steps": str(model.sample.steps),
-        "guidance_scale": str(model.sample.guidance),
-    }
-    if BINS.get(sample_size) != resolution or model.data.buckets != "sana":
-        arguments["use_resolution_binning"] = "False"
-    if model.text.max_length not in (None, 300):
-        arguments["max_sequence_length"] = str(model.text.max_length)
+def call_arguments(model: TrainedModel, compression: int | None) -> dict[str, str]:
+    """Return what the pipeline's call must be given for this model, as Python source by argument."""
+    return model.architecture.call_arguments(call_of(model, compression))
+
+
+def call_of(model: TrainedModel, compression: int | None) -> Call:
     used = instruction(model.text)
-    if used != INSTRUCTIONS["diffusers"]:
-        arguments["complex_human_instruction"] = "json.loads(INSTRUCTION)" if used else "None"
-    return arguments
+    return Call(
+        resolution=model.data.resolution,
+        compression=compression,
+        table=model.data.buckets == "sana",
+        steps=model.sample.steps,
+        guidance=model.sample.guidance,
+        max_length=model.text.max_length,
+        instruction=None if used == INSTRUCTIONS["diffusers"] else used,
+    )
 
 
 def copy_pictures(run: Path, step: int, folder: Path) -> dict[str, Any]:

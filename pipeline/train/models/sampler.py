@@ -1,8 +1,9 @@
-"""Drawing latents with DPM-Solver++ for flow matching (arXiv 2211.01095) and classifier-free guidance (2207.12598).
+"""Drawing latents with a model's solver and classifier-free guidance (arXiv 2207.12598).
 
-A loop around diffusers' `DPMSolverMultistepScheduler`, set as Sana's published pipelines set it. `SanaPipeline` would
-import the text encoder and the autoencoder; here captions are cached rows, so only the transformer is on the device.
-The loop agrees with `SanaPipeline(output_type="latent", use_resolution_binning=False)`; a test compares the two.
+A loop around a scheduler of diffusers (`ModelSpec.scheduler`): for Sana DPM-Solver++ (2211.01095), set as its published
+pipelines set it. `SanaPipeline` would import the text encoder and the autoencoder; here captions are cached rows, so
+only the transformer is on the device. The loop agrees with `SanaPipeline(output_type="latent",
+use_resolution_binning=False)`; a test compares the two.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from pipeline.train.models.config import SampleConfig
 
 if TYPE_CHECKING:
-    from diffusers import DPMSolverMultistepScheduler
+    from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
 Predict = Callable[..., Tensor]
 """(latents, captions, mask, timesteps) -> flow, as `SanaTransformer.forward`; with controls a fifth argument."""
@@ -41,6 +42,13 @@ def scheduler(flow_shift: float) -> DPMSolverMultistepScheduler:
         use_flow_sigmas=True,
         flow_shift=flow_shift,
     )
+
+
+def euler(shift: float) -> FlowMatchEulerDiscreteScheduler:
+    """The Euler method on flow sigmas, the solver of most flow models."""
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=shift)
 
 
 def noise_of(identity: int, shape: tuple[int, int, int], seed: int) -> Tensor:
@@ -71,16 +79,24 @@ class Sampling:
         guidance: w in v_null + w (v_caption - v_null); 1 uses the caption alone, 0 the empty caption alone.
         flow_shift: that of training.
         batch: at most this many pictures at once; None takes all.
+        solver: makes the scheduler from the shift, a new one for each batch.
     """
 
     steps: int = 20
     guidance: float = 4.5
     flow_shift: float = 3.0
     batch: int | None = None
+    solver: Callable[[float], Any] = scheduler
 
     @classmethod
-    def of(cls, settings: SampleConfig, flow_shift: float, batch: int | None = None) -> Sampling:
-        return cls(settings.steps, settings.guidance, flow_shift, batch)
+    def of(
+        cls,
+        settings: SampleConfig,
+        flow_shift: float,
+        batch: int | None = None,
+        solver: Callable[[float], Any] = scheduler,
+    ) -> Sampling:
+        return cls(settings.steps, settings.guidance, flow_shift, batch, solver)
 
 
 @torch.no_grad()
@@ -108,7 +124,10 @@ def sample(
     for first in range(0, len(rows), size):
         captions = list(rows[first : first + size])
         text, mask = pad_rows([*([null.to(captions[0])] * len(captions) if guided else []), *captions])
-        latents, solver = noise[first : first + size].to(text.device, torch.float32), scheduler(settings.flow_shift)
+        latents, solver = (
+            noise[first : first + size].to(text.device, torch.float32),
+            settings.solver(settings.flow_shift),
+        )
         given = []
         if controls is not None:
             given = [controls[first : first + size].to(text).repeat(2 if guided else 1, 1, 1, 1)]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -25,8 +25,12 @@ from pipeline.train.models.sana_shape import (
     deinterleave,
     interleave,
 )
-from pipeline.train.models.spec import DrawnValues, ModelSpec, Values
+from pipeline.train.models.spec import Call, DrawnValues, ModelSpec, Values
 
+_BINS = {16: 512, 32: 1024, 64: 2048, 128: 4096}
+"""sample_size -> the resolution of `SanaPipeline`'s aspect-ratio bins; they are made for a compression of 32."""
+_MAX_LENGTH = 300
+"""`max_sequence_length` of `SanaPipeline`."""
 _SINUSOID = 256
 """Width of the timestep's embedding before its layers."""
 
@@ -39,6 +43,11 @@ class SanaConfig(SanaShape, ModelSpec):
     family = "sana"
     pipeline = "SanaPipeline"
     formats = ("diffusers", "nvlabs")
+    readme = "diffusers"
+    family = "sana"
+    overflows_in_fp16 = True
+    PIPELINE_MULTIPLE: ClassVar[int] = 32
+    """`SanaPipeline` refuses a height or width that is no multiple of this, whatever the VAE."""
 
     @classmethod
     def from_arch(cls, arch: Mapping[str, Any], sample_size: int) -> SanaConfig:
@@ -86,6 +95,23 @@ class SanaConfig(SanaShape, ModelSpec):
                 found=sample_size,
             )
         return replace(self, sample_size=sample_size)
+
+    def scheduler(self, shift: float) -> Any:
+        from pipeline.train.models.sampler import scheduler
+
+        return scheduler(shift)
+
+    def call_arguments(self, call: Call) -> dict[str, str]:
+        resolution = self.sample_size * (call.compression or call.resolution // self.sample_size)
+        side = -(-resolution // self.PIPELINE_MULTIPLE) * self.PIPELINE_MULTIPLE
+        arguments = super().call_arguments(replace(call, resolution=side))
+        if _BINS.get(self.sample_size) != resolution or not call.table:
+            arguments["use_resolution_binning"] = "False"
+        if call.max_length not in (None, _MAX_LENGTH):
+            arguments["max_sequence_length"] = str(call.max_length)
+        if call.instruction is not None:
+            arguments["complex_human_instruction"] = "json.loads(INSTRUCTION)" if call.instruction else "None"
+        return arguments
 
     def forward_flops(self, samples: int, tokens: int, text_rows: int) -> int:
         """Operations of the matrix products and convolutions of a forward pass, as torch's `flop_counter` counts them;

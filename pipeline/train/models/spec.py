@@ -14,7 +14,7 @@ import pkgutil
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
@@ -84,6 +84,26 @@ class DrawnValues:
         return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class Call:
+    """The values that the call of an exported pipeline depends on.
+
+    Attributes:
+        compression: of the VAE; None: not known.
+        table: pictures have the shapes of Sana's table at this resolution.
+        instruction: in front of captions; None: the one of diffusers' pipeline.
+        max_length: text rows, where the configuration names a number.
+    """
+
+    resolution: int
+    compression: int | None
+    table: bool
+    steps: int
+    guidance: float
+    max_length: int | None
+    instruction: str | None
+
+
 class ModelSpec(ABC):
     """One model. A frozen dataclass with the fields of diffusers' config.json.
 
@@ -93,6 +113,8 @@ class ModelSpec(ABC):
         free: fields that decide no parameter; a run may begin from a checkpoint with other values.
         pipeline: class of diffusers' pipeline that an export is for; None: an export holds the transformer alone.
         formats: what `save` writes.
+        readme: template of a whole pipeline's README. family: of the model, a tag of that README.
+        overflows_in_fp16: the pipeline's text encoder and VAE do.
     """
 
     class_name: ClassVar[str]
@@ -100,13 +122,15 @@ class ModelSpec(ABC):
     free: ClassVar[tuple[str, ...]] = ()
     pipeline: ClassVar[str | None] = None
     formats: ClassVar[tuple[str, ...]] = ("diffusers",)
+    readme: ClassVar[str] = "pipeline"
+    family: ClassVar[str | None] = None
+    overflows_in_fp16: ClassVar[bool] = False
 
     # fields or properties of every kind
     in_channels: Any
     caption_channels: Any
     num_layers: Any
     patch_size: Any
-    sample_size: Any
     dropout: Any
     inner_dim: Any
 
@@ -207,8 +231,33 @@ class ModelSpec(ABC):
         return replace(self, num_layers=count)  # type: ignore[type-var]
 
     def with_sample_size(self, sample_size: int) -> Self:
-        """Return the spec for a run at another resolution."""
+        """Return the spec for a run at another resolution: the same, unless the model has a field of this name."""
+        if "sample_size" not in {field.name for field in fields(self)}:  # type: ignore[arg-type]
+            return self
         return replace(self, sample_size=sample_size)  # type: ignore[type-var]
+
+    def scheduler(self, shift: float) -> Any:
+        """The solver that draws with this model, a scheduler of diffusers, which an exported pipeline has, too.
+
+        Args:
+            shift: `train.flow.shift`.
+        """
+        from pipeline.train.models.sampler import euler
+
+        return euler(shift)
+
+    def call_arguments(self, call: Call) -> dict[str, str]:
+        """Return what the call of `pipeline` must be given, as Python source by argument."""
+        return {
+            "height": str(call.resolution),
+            "width": str(call.resolution),
+            "num_inference_steps": str(call.steps),
+            "guidance_scale": str(call.guidance),
+        }
+
+    def pipeline_settings(self, call: Call) -> dict[str, Any]:
+        """Entries of the pipeline's `model_index.json` next to those of its parts."""
+        return {}
 
     def tokens(self, height: int, width: int) -> int:
         """Image tokens of latents of this size."""
