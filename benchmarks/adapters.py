@@ -16,6 +16,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,9 @@ from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.signals.text import TextEncoding
 from pipeline.tools.planning.predict import Data, Machine, predict
 from pipeline.train.config import TrainConfig
-from pipeline.train.models import nvlabs
 from pipeline.train.models.adapters import Merged, adapter_of
 from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.spec import reset_buffers
+from pipeline.train.models.spec import ModelSpec, reset_buffers
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.training import optimizers
 from pipeline.train.training.assemble import Trainable
@@ -125,14 +125,15 @@ def readers(folder: Path, kind: str, rank: int) -> dict[str, float]:
     return {name: float((output(model) - expected).abs().max()) for name, model in models.items()}
 
 
-def patched(spec: SanaConfig, base: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """diffusers' weights with a file of ComfyUI in them, by the rules of its LoraLoader on NVlabs' names: W + alpha /
-    rank * B A, and W + diff.
+def patched(spec: ModelSpec, base: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """diffusers' weights with a file of ComfyUI in them, by the rules of its LoraLoader on the names of its model: W +
+    alpha / rank * B A, and W + diff.
 
     Raises:
         KeyError: keys that ComfyUI does not know.
     """
-    theirs = {name: torch.cat([base[part] for part in parts]) for name, parts in nvlabs.parts(spec.shapes()).items()}
+    joined = spec.joined_parts()
+    theirs = {name: torch.cat([base[part] for part in parts]) for name, parts in joined.items()}
     patches = load_file(path)
     for name, weight in theirs.items():
         stem, _, kind = f"diffusion_model.{name}".rpartition(".")
@@ -144,7 +145,12 @@ def patched(spec: SanaConfig, base: dict[str, Tensor], path: Path) -> dict[str, 
                 weight += patches.pop(f"{stem}.{ending}")
     if patches:
         raise KeyError(", ".join(sorted(patches)))
-    return nvlabs.renamed(theirs, spec.shapes())
+    return {part: rows for name, parts in joined.items() for part, rows in _split(theirs[name], parts, base)}
+
+
+def _split(whole: Tensor, parts: Sequence[str], base: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The rows of a joined tensor by parameter."""
+    return zip(parts, whole.split([len(base[part]) for part in parts]), strict=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ figures

@@ -37,6 +37,8 @@ from pipeline.tools.planning.search import Search
 from pipeline.tools.planning.trace import Shape, Traced
 from pipeline.train.config import TrainConfig
 from pipeline.train.models.sana_config import SanaConfig
+from pipeline.train.models.spec import ModelSpec
+from pipeline.train.models.zimage_config import ZImageConfig
 from pipeline.train.parallel.mesh import Layout, check_sizes, open_mesh
 
 CPU = torch.device("cpu")
@@ -67,6 +69,14 @@ CONFIGURATIONS |= {
     "large latents, selective": (1, {"activation_checkpointing": "selective"}),
     "large latents, int8": (1, {"activation_checkpointing": "none", "activation_compression": "int8"}),
 }
+LORA = {"adapter": {"kind": "lora", "rank": 16}}
+CONFIGURATIONS |= {
+    "Z-Image, bf16, recomputed": (1, {}),
+    "Z-Image, LoRA, bf16, recomputed": (1, LORA),
+    "Z-Image, LoRA, fp32, nothing recomputed": (1, {"precision": "fp32", "activation_checkpointing": "none", **LORA}),
+    "Z-Image, FSDP2 of 2, bf16": (2, {}),
+}
+ZIMAGE = ZImageConfig(dim=1280, n_heads=10, n_kv_heads=10, n_layers=3, n_refiner_layers=1)
 NARROW = SanaConfig(
     num_layers=2,
     num_attention_heads=18,
@@ -81,7 +91,7 @@ def settings(change: dict[str, Any]) -> TrainConfig:
     return TrainConfig.model_validate({"microbatch": 2, "activation_checkpointing": "full", **change})
 
 
-def real(architecture: SanaConfig, train: TrainConfig, shape: Shape, mesh: Any, steps: int) -> float:
+def real(architecture: ModelSpec, train: TrainConfig, shape: Shape, mesh: Any, steps: int) -> float:
     """Peak bytes of this process during real steps."""
     reset_peak()
     before = resident("VmRSS")
@@ -92,7 +102,9 @@ def real(architecture: SanaConfig, train: TrainConfig, shape: Shape, mesh: Any, 
     return float(resident("VmHWM") - before)
 
 
-def sizes(name: str, options: argparse.Namespace) -> tuple[SanaConfig, Shape]:
+def sizes(name: str, options: argparse.Namespace) -> tuple[ModelSpec, Shape]:
+    if name.startswith("Z-Image"):
+        return ZIMAGE, Shape(32, 32, 64, 2)
     if name.startswith("large latents"):
         return replace(NARROW, num_layers=4), Shape(48, 48, 128, 2)
     side, rows = (12, 64) if options.quick else (16, 128)
@@ -104,7 +116,7 @@ def worker(name: str, options: argparse.Namespace) -> None:
     train = settings(CONFIGURATIONS[name][1])
     architecture, shape = sizes(name, options)
     with open_mesh(detect(), train.parallel, CPU) as mesh:
-        real(replace(architecture, num_layers=1), train, shape, mesh, 2)
+        real(architecture.with_layers(1), train, shape, mesh, 2)
         peak = torch.tensor(real(architecture, train, shape, mesh, 2), dtype=torch.float64)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         if dist.get_rank() == 0:

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipeline.data.loader.loader import Batch
 from pipeline.tools.planning.trace import Shape
 from pipeline.train.config import TrainConfig
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig, numerics
+from pipeline.train.models.adapters import adapter_of
+from pipeline.train.models.spec import ModelSpec
 from pipeline.train.parallel.parallelize import parallelize
 from pipeline.train.parallel.shards import local
 from pipeline.train.training import optimizers
@@ -27,9 +27,11 @@ class RealStep:
     """
 
     def __init__(
-        self, architecture: SanaConfig, train: TrainConfig, shape: Shape, device: torch.device, mesh: DeviceMesh
+        self, architecture: ModelSpec, train: TrainConfig, shape: Shape, device: torch.device, mesh: DeviceMesh
     ):
-        whole = SanaTransformer.on_meta(architecture, numerics(train))
+        whole, adapter = architecture.module(train), adapter_of(train, architecture, start=False)
+        if adapter is not None:
+            adapter.apply(whole)
         self.model = parallelize(whole, mesh, train)
         with torch.no_grad():
             for parameter in self.model.module.parameters():
@@ -52,7 +54,7 @@ class RealStep:
         self.step.await_verdict()
 
 
-def made_up_batch(architecture: SanaConfig, shape: Shape, number: int) -> Batch:
+def made_up_batch(architecture: ModelSpec, shape: Shape, number: int) -> Batch:
     """Random values of a microbatch's shapes; `number` seeds them."""
     generator = torch.Generator().manual_seed(number)
     samples, size = shape.microbatch, (shape.microbatch, architecture.in_channels, shape.height, shape.width)

@@ -165,7 +165,13 @@ def _header(config: Config, adapter: Adapter, document: checkpoints.Document, ti
     """Make the header of an adapter's file."""
     base, rank = _base(config)["base"].strip("`"), getattr(adapter, "rank", None)
     return files.header(
-        title, base, trigger_of(config.data.caption_prefix), config.data.resolution, document.state.step, rank
+        title,
+        base,
+        trigger_of(config.data.caption_prefix),
+        config.data.resolution,
+        document.state.step,
+        rank,
+        document.architecture.family,
     )
 
 

@@ -25,7 +25,7 @@ from pipeline.tools.planning.recorder import KINDS, LASTING
 from pipeline.tools.planning.trace import Shape, Traced
 from pipeline.train.config import TrainConfig
 from pipeline.train.models.adapters import adapter_of
-from pipeline.train.models.config import ModelConfig
+from pipeline.train.models.config import ModelConfig, StartWeights
 from pipeline.train.models.spec import ModelSpec, spec_from_arch, spec_of
 from pipeline.train.parallel.mesh import Layout, check_sizes
 from pipeline.train.training.build import architecture_of_weights
@@ -35,7 +35,8 @@ CONTEXT, NCCL, FRAGMENTATION = 0.8 * GIB, 0.4 * GIB, 0.04
 """Bytes of the CUDA context with cuBLAS and cuDNN (on a CPU: of the interpreter with its libraries), of NCCL's buffers,
 and the share of short-lived memory that the allocator loses by rounding; estimates."""
 COMPRESSION, CHANNELS, TEXT_WIDTH = 32, 32, 2304
-"""The shapes of Sana's VAE and text encoder, where no snapshot says."""
+"""The shapes of Sana's VAE and text encoder, where neither a snapshot nor the model says."""
+_ZIMAGE = "Tongyi-MAI/Z-Image"
 _RELEASED: dict[str, dict[str, Any]] = {
     "Sana_600M": {
         "num_layers": 28,
@@ -80,6 +81,9 @@ class Data:
         """The data that options describe, before there is a snapshot. rows: of the longest caption."""
         arch = model.arch or {}
         channels, width = arch.get("in_channels", CHANNELS), arch.get("caption_channels", TEXT_WIDTH)
+        if model.weights is not None:
+            shape = _shape_of(model.weights)
+            channels, width = shape.in_channels, shape.caption_channels
         compression = COMPRESSION if channels == CHANNELS else 8
         shapes = [s for _, table in buckets.resolutions(bucket, data, compression) for s in table]
         sizes = dict(zip(shapes, buckets.batches(bucket, shapes, compression), strict=True))
@@ -191,11 +195,21 @@ def architecture(model: ModelConfig, resolution: int, data: Data) -> ModelSpec:
     if weights is None:
         assert model.arch is not None
         return spec_from_arch(model.arch, side)
+    shape = _released(weights)
+    return architecture_of_weights(weights) if shape is None else shape.with_sample_size(side)
+
+
+def _shape_of(weights: StartWeights) -> ModelSpec:
+    return _released(weights) or architecture_of_weights(weights)
+
+
+def _released(weights: StartWeights) -> ModelSpec | None:
+    """The shape of a released model, by its name."""
+    if weights.id == _ZIMAGE:
+        return spec_of({"_class_name": "ZImageTransformer2DModel"})
     if weights.id.startswith("Efficient-Large-Model/"):
-        for name, fields in _RELEASED.items():
-            if name in weights.id:
-                return spec_of(fields).with_sample_size(side)
-    return architecture_of_weights(weights)
+        return next((spec_of(fields) for name, fields in _RELEASED.items() if name in weights.id), None)
+    return None
 
 
 def check(train: TrainConfig, shape: ModelSpec, data: Data, gpus: int) -> Layout:

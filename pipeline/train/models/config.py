@@ -74,8 +74,9 @@ class AdapterConfig(Section):
     """The product is multiplied by alpha / rank; null: the rank, so that a larger one is not weaker. A fixed alpha is
     weaker with each higher rank, which `train` says."""
     targets: Literal["attention", "all"] | Annotated[list[str], Field(min_length=1)] = "attention"
-    """The matrices. attention: the eight projections of both attentions. all: the two 1x1 convolutions, too. A list:
-    patterns of module names or their ends, such as `[attn2.to_k, "transformer_blocks.1?.attn1.*"]`."""
+    """The matrices. attention: the projections of all attentions. all: the products of the blocks' second half, too (of
+    Sana the two 1x1 convolutions). A list: patterns of module names or their ends, such as `[attn2.to_k,
+    "transformer_blocks.1?.attn1.*"]`."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the values that are dropped before A in training."""
     start: Place | None = None

@@ -40,6 +40,7 @@ class SanaConfig(SanaShape, ModelSpec):
     """The spec of a Sana transformer."""
 
     free = ("sample_size", "interpolation_scale")
+    family = "sana"
     pipeline = "SanaPipeline"
     formats = ("diffusers", "nvlabs")
     readme = "diffusers"

@@ -109,6 +109,7 @@ class ModelSpec(ABC):
 
     Attributes:
         class_name: diffusers', in config.json.
+        family: its name in the headers of files of adapters; empty: they name none.
         free: fields that decide no parameter; a run may begin from a checkpoint with other values.
         pipeline: class of diffusers' pipeline that an export is for; None: an export holds the transformer alone.
         formats: what `save` writes.
@@ -118,6 +119,7 @@ class ModelSpec(ABC):
     """
 
     class_name: ClassVar[str]
+    family: ClassVar[str] = ""
     free: ClassVar[tuple[str, ...]] = ()
     pipeline: ClassVar[str | None] = None
     formats: ClassVar[tuple[str, ...]] = ("diffusers",)
@@ -203,6 +205,10 @@ class ModelSpec(ABC):
     def joined_parts(self) -> dict[str, list[str]]:
         """Tensors of ComfyUI's model of this kind -> the parameters whose rows they consist of; empty: it has none."""
         return {}
+
+    def check_base(self, names: Sequence[str]) -> None:  # noqa: B027  most models have no such weights
+        """Refuse weights that a training would spoil. names: what is known of their origin: the folder, and the name in
+        their `config.json`."""
 
     def check_parallel(self, tp_size: int, pp_size: int) -> None:
         """Refuse strategies that the module has no plan for."""
@@ -365,7 +371,10 @@ def spec_at(place: Path, variant: str | None = None) -> ModelSpec:
         from pipeline.train.models import nvlabs  # with the layers, which take seconds to import
 
         return spec_of(nvlabs.read(place, variant)[0].to_dict(), str(place))
-    return spec_of(hub.read_json(place / "config.json"), str(place / "config.json"))
+    data = hub.read_json(place / "config.json")
+    spec = spec_of(data, str(place / "config.json"))
+    spec.check_base((str(place.resolve()), str(data.get("_name_or_path", ""))))
+    return spec
 
 
 def spec_from_arch(arch: Mapping[str, Any], sample_size: int) -> ModelSpec:

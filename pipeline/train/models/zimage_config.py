@@ -6,7 +6,8 @@ one `config.json`, so a Turbo is known by its name (`check_base`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from pipeline.train.models.weight_files import FolderWeights, save_folder
 from pipeline.train.models.zimage import ZImageTransformer, padded, parameter_shapes
 from pipeline.train.models.zimage_shape import ZImageShape
 
+_TURBO = re.compile(r"z[-_ ]?image[-_ ]?turbo", re.IGNORECASE)
 _FUSED = ("to_q", "to_k", "to_v")
 _COMFYUI = {"attention.to_out.0": "attention.out", "attention.norm_q": "attention.q_norm"}
 _COMFYUI |= {"attention.norm_k": "attention.k_norm"}
@@ -30,6 +32,7 @@ _COMFYUI |= {"attention.norm_k": "attention.k_norm"}
 class ZImageConfig(ZImageShape, ModelSpec):
     """The spec of a Z-Image transformer."""
 
+    family = "zimage"
     pipeline = "ZImagePipeline"
     dropout = 0.0
     sample_size = None
@@ -65,6 +68,16 @@ class ZImageConfig(ZImageShape, ModelSpec):
                 f"the model has positions for pictures up to {limits[0]}x{limits[1]} pixels",
                 found=f"{height}x{width}",
                 fix=option.format(height=min(height, limits[0]), width=min(width, limits[1])),
+            )
+
+    def check_base(self, names: Sequence[str]) -> None:
+        turbo = next((name for name in names if _TURBO.search(name)), None)
+        if turbo is not None:
+            raise ConfigError(
+                "model.weights: Z-Image-Turbo is distilled to eight steps, which a training undoes",
+                expected="the base, Tongyi-MAI/Z-Image; a LoRA of it can be loaded into the Turbo, too",
+                found=turbo,
+                fix="--set model.weights.id=Tongyi-MAI/Z-Image",
             )
 
     def module(self, train: TrainConfig | None = None) -> nn.Module:

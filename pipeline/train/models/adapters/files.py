@@ -75,26 +75,29 @@ def changes(spec: ModelSpec, weights: Mapping[str, Tensor], scaling: float) -> d
     return found
 
 
-def header(title: str, base: str, trigger: str, resolution: int, step: int, rank: int | None = None) -> dict[str, str]:
+def header(
+    title: str, base: str, trigger: str, resolution: int, step: int, rank: int | None = None, family: str = ""
+) -> dict[str, str]:
     """Make the header of a file, by the names that managers of LoRA files show: kohya's (`ss_*`) and `modelspec.*`.
 
     Args:
         trigger: the text in front of every caption in training; empty: none.
         rank: None: the changes are whole.
+        family: of the model; empty: not named.
     """
     named = {
         "ss_output_name": title,
-        "ss_base_model_version": "sana",
         "ss_sd_model_name": base,
         "ss_steps": str(step),
         "ss_resolution": f"({resolution}, {resolution})",
         "modelspec.sai_model_spec": "1.0.0",
-        "modelspec.architecture": "sana/lora",
         "modelspec.title": title,
         "modelspec.resolution": f"{resolution}x{resolution}",
         "modelspec.description": f"for {base}, step {step}",
-        "modelspec.tags": "sana, lora",
+        "modelspec.tags": ", ".join([family, "lora"] if family else ["lora"]),
     }
+    if family:
+        named |= {"ss_base_model_version": family, "modelspec.architecture": f"{family}/lora"}
     if rank is not None:
         named |= {"ss_network_module": "networks.lora", "ss_network_dim": str(rank), "ss_network_alpha": str(rank)}
     if trigger:

@@ -1,0 +1,56 @@
+"""Runs of a tiny Z-Image on two processes: torchrun -m tests.support.workers.zimage FOLDER.
+
+FOLDER has the start weights and the runs of one process; the results are run directories next to them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.launch import Launch, detect
+from pipeline.base.processes import run_and_exit
+from pipeline.config import Config
+from pipeline.train.models.config import ModelConfig
+from pipeline.train.parallel import mesh
+from pipeline.train.training.task import Report
+from pipeline.train.training.trainer import fit
+from tests.support.workers import tiny_run
+
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {"ema": {"decay": 0.5}},
+    "lora": {"adapter": {"kind": "lora", "rank": 3, "targets": "all", "dropout": 0.2}},
+    "dora": {"adapter": {"kind": "dora", "rank": 3}},
+}
+PARALLEL: dict[str, dict[str, Any]] = {"FSDP2": {"dp_shard": 2}, "DDP": {"dp_replicate": 2, "dp_shard": 1}}
+
+
+def settings(folder: Path, kind: str, name: str, **train: Any) -> Config:
+    """A run of the folder's weights, saved after two steps of four."""
+    usual = {"steps": 4, "save_every": 2, "activation_checkpointing": "full", "optim": {"lr": 1e-3}}
+    given = tiny_run.config(folder / f"{kind}, {name}", **{**usual, **KINDS[kind], **train})
+    weights = ModelConfig.model_validate({"weights": str(folder / "transformer")})
+    return Config.model_validate({**given.model_dump(), "model": weights.model_dump()})
+
+
+def run(given: Config, launch: Launch | None = None, **options: Any) -> Report:
+    launch = launch or Launch()
+    layout = mesh.check_sizes(given.train.parallel, launch.world)
+    task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
+    return fit(given.train, task, launch, log=lambda line: None, **options)
+
+
+def main() -> None:
+    folder, launch = Path(sys.argv[1]), mesh.reopening(detect(), 0)
+    for kind in KINDS:
+        for name, parallel in PARALLEL.items():
+            run(settings(folder, kind, name, parallel=parallel), launch)
+        resumed = settings(folder, kind, "resumed", parallel=PARALLEL["FSDP2"])
+        run(resumed, launch, resume=folder / f"{kind}, one/checkpoints/step-00000002")
+        bf16 = settings(folder, kind, "bf16", parallel=PARALLEL["FSDP2"], precision="bf16")
+        run(bf16, launch)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
