@@ -33,7 +33,8 @@ ALLOWED: dict[str, set[str]] = {
         "pipeline.data.snapshots": "base data.cache data.encoding.config data.images data.loader data.signals"
         " data.sources",
         "pipeline.data.encoding": "base data.cache data.encoders data.images data.signals data.sources data.work",
-        "pipeline.train.config": "base train.models.config train.parallel.config train.training.config",
+        "pipeline.train.config": "base train.models.config train.parallel.config train.training.config"
+        " train.training.optimizer_records",
         "pipeline.train.kernels": "",
         "pipeline.train.models": "base train.config train.kernels",
         "pipeline.train.parallel": "base train.config train.kernels",

@@ -23,6 +23,7 @@ from pipeline.train.training.config import (
     PreserveConfig,
     ValidationConfig,
 )
+from pipeline.train.training.optimizer_records import OPTIMIZERS
 
 
 def _check_recompute(mode: str) -> str:
@@ -175,10 +176,11 @@ class TrainConfig(Section):
                 "selective; use activation_checkpointing: full, every-K or none, or activation_compression: none"
             )
         if self.optim.in_backward:
-            if self.numerics == "nvlabs" and self.optim.name == "came":
+            optimizer = OPTIMIZERS[self.optim.name]
+            if self.numerics == "nvlabs" and optimizer.joins is not None:
                 yield (
-                    "optim.in_backward updates one parameter at a time, and CAME under numerics: nvlabs takes query, "
-                    "key and value together; set numerics: default or optim.in_backward: false"
+                    f"optim.in_backward updates one parameter at a time, and {optimizer.title} under numerics: nvlabs "
+                    f"takes {optimizer.joins} together; set numerics: default or optim.in_backward: false"
                 )
             if self.optim.clip is not None:
                 yield (

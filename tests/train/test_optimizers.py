@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 from unittest.mock import Mock
 
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.base.errors import ConfigError, UserError
 from pipeline.base.launch import Launch
 from pipeline.config import Config
+from pipeline.tools.planning import predict
 from pipeline.train.models.flow_matching import FlowMatching
 from pipeline.train.models.sana import SanaTransformer
 from pipeline.train.models.sana_config import SanaConfig
@@ -35,6 +37,7 @@ from pipeline.train.training import build, checkpoint, loss_scale, metrics, opti
 from pipeline.train.training.config import EmaConfig, OptimConfig
 from pipeline.train.training.ema import EMA
 from pipeline.train.training.objectives.flow import Flow
+from pipeline.train.training.optimizer_records import OPTIMIZERS, OptimizerRecord
 from pipeline.train.training.optimizers import came, stochastic_rounding
 from pipeline.train.training.optimizers.came import CAME
 from pipeline.train.training.step import NonFiniteError, TrainStep
@@ -212,7 +215,7 @@ def test_came_on_two_equal_shards_is_came(side: int, monkeypatch: pytest.MonkeyP
 def test_nvlabs_joint_parameters_are_those_of_their_qkv_and_kv() -> None:
     model = tiny_run.model(tiny_run.config(layers=1))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    actual = [[names[id(p)] for p in members] for members in optimizers.joint_weights(model.named_parameters())]
+    actual = [[names[id(p)] for p in members] for members in came.joint_weights(model.named_parameters())]
     before = "transformer_blocks.0."
     assert sorted(actual) == [
         [f"{before}attn1.to_{part}.weight" for part in "qkv"],
@@ -522,6 +525,37 @@ def test_betas_and_eps_are_those_of_the_optimizer() -> None:
 def test_settings_of_another_optimizer_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         OptimConfig(**options)
+
+
+def test_a_new_optimizer_is_a_record_and_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configuration, build, the bytes of a checkpoint and the check read the record alone."""
+    module: Any = ModuleType("toy_sgd")
+    module.build = lambda groups, config, named, device, seed, nvlabs: torch.optim.SGD(
+        groups, lr=config.lr, momentum=config.betas[0]
+    )
+    monkeypatch.setitem(sys.modules, "toy_sgd", module)
+    toy = OptimizerRecord("SGD", "toy_sgd", "SGD", state_bytes=4.0, pure_state_bytes=2.0, betas=(0.5, 0.6), eps=None)
+    plain = tiny_run.config().train
+    with pytest.raises(ValueError, match="sgd"):
+        OptimConfig(name="sgd")
+    monkeypatch.setitem(OPTIMIZERS, "sgd", toy)
+    train = plain.model_copy(update={"optim": OptimConfig(name="sgd", lr=0.1)})
+    assert (train.optim.betas, train.optim.eps) == ((0.5, 0.6), None)
+    with pytest.raises(ValueError, match="eps: null"):
+        OptimConfig(name="sgd", eps=1e-8)
+    optimizers.check(train.optim)
+    built = optimizers.build(nn.Linear(2, 2), train.optim, CPU)
+    assert isinstance(built, torch.optim.SGD) and built.param_groups[0]["momentum"] == 0.5
+    earlier = plain.model_dump()
+    with pytest.raises(ConfigError, match=r"(?s)adamw.*sgd"):
+        optimizers.check_resumable(earlier, train)
+    optimizers.check_resumable(earlier | {"optim": train.optim.model_dump()}, train)
+    shape = SanaConfig(num_layers=1)
+    assert predict.checkpoint_bytes(shape, train) == predict.checkpoint_bytes(shape, plain) * (4 + 4) / (4 + 8)
+    toy = replace(toy, module="absent_toy", extra="toys")
+    monkeypatch.setitem(OPTIMIZERS, "sgd", toy)
+    with pytest.raises(UserError, match=naming("sgd", "pip install 'sana-pipe[toys]'")):
+        optimizers.check(train.optim)
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from pipeline.train.models.spec import ModelSpec, spec_from_arch, spec_of
 from pipeline.train.parallel.mesh import Layout, check_sizes
 from pipeline.train.training.build import architecture_of_weights
 from pipeline.train.training.checks import check_layout
+from pipeline.train.training.optimizer_records import OPTIMIZERS
 
 CONTEXT, NCCL, FRAGMENTATION = 0.8 * GIB, 0.4 * GIB, 0.04
 """Bytes of the CUDA context with cuBLAS and cuDNN (on a CPU: of the interpreter with its libraries), of NCCL's buffers,
@@ -306,13 +307,10 @@ def with_overheads(peak: Mapping[str, float], layout: Layout, apart: float = 0.0
     }
 
 
-_STATE_BYTES = {"adamw": 8.0, "came": 4.0, "adamw8bit": 2 * (1 + 4 / 256)}
-
-
 def checkpoint_bytes(shape: ModelSpec, train: TrainConfig) -> float:
     """Bytes of a checkpoint: moments, averages and all parameters that are trained, wherever they lie."""
-    pure, optimizer = train.precision == "bf16_pure", train.optim.name
-    state = _STATE_BYTES[optimizer] / (2 if pure and optimizer != "adamw8bit" else 1)
+    pure, optimizer = train.precision == "bf16_pure", OPTIMIZERS[train.optim.name]
+    state = optimizer.pure_state_bytes if pure else optimizer.state_bytes
     each = (2.0 if pure else 4.0) + state + (0.0 if train.ema is None else 4.0)
     return each * _trained_parameters(shape, train.model_dump_json(include={"adapter", "only", "controlnet"}))
 

@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from pipeline.train.training.optimizer_records import OPTIMIZERS
+
 PARAMETERS, GRADIENTS, OPTIMIZER, EMA = "parameters", "gradients", "optimizer", "ema"
 INPUTS, ACTIVATIONS, TEMPORARIES, BUFFERS = "inputs", "activations", "temporaries", "buffers"
 HOST = "host"
@@ -40,6 +42,7 @@ MATMUL, DEPTHWISE, ATTENTION, ELEMENTWISE, CASTS = "matmul", "depthwise", "atten
 UPDATE, COPIES, KERNELS = "optimizer", "copies", "kernels"
 
 _aten = torch.ops.aten
+_IN_PLACE = {name for record in OPTIMIZERS.values() for name in record.kernels}
 _PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
 
 
@@ -188,7 +191,7 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device  # half of all operations
         if func.namespace == "prim" or active_fake_mode() is not self._fake:
             return func(*args, **kwargs)  # a question about a tensor; DTensor's sharding propagation
-        if func is _aten._fused_adamw_.default:
+        if func._opname in _IN_PLACE:
             self._count(func, args, kwargs, [])
             return None  # in place; its form for fake tensors makes copies
         if func is _aten._local_scalar_dense.default:

@@ -44,6 +44,7 @@ from pipeline.train.parallel.parallelize import ParallelModel, blocks_of
 from pipeline.train.parallel.shards import local
 from pipeline.train.training import optimizers
 from pipeline.train.training.assemble import Trainable, assemble, objective_of
+from pipeline.train.training.optimizer_records import OPTIMIZERS
 from pipeline.train.training.optimizers import in_backward
 from pipeline.train.training.step import TrainStep
 
@@ -128,8 +129,8 @@ def _trained_alike(architecture: ModelSpec, train: TrainConfig) -> bool:
 
 def block_numbers(blocks: int, train: TrainConfig, layout: Layout) -> tuple[int, int]:
     """Two numbers of blocks, from which `blocks` is extrapolated: 3 and 5, or more where blocks take turns; 2 and 3
-    where nothing spans blocks (one process, AdamW, nothing offloaded)."""
-    plain = train.optim.name == "adamw" and not train.optim.in_backward and train.precision != "bf16_pure"
+    where nothing spans blocks (one process, an optimizer that stacks nothing, nothing offloaded)."""
+    plain = not OPTIMIZERS[train.optim.name].stacks and not train.optim.in_backward and train.precision != "bf16_pure"
     takes_turns = train.activation_checkpointing.startswith("every-")
     if layout.world == 1 and plain and train.parallel.offload == "none" and not takes_turns:
         return (2, 3) if blocks > 3 else (blocks, blocks)

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from pipeline.base.config import NotNegative, Positive, Section, Share, Sides
+from pipeline.train.training.optimizer_records import OPTIMIZERS
+
+
+def _known(name: str) -> str:
+    if name not in OPTIMIZERS:
+        raise ValueError(f"must be {' | '.join(OPTIMIZERS)}")
+    return name
 
 
 class OptimConfig(Section):
     """The optimizer and the learning rate."""
 
-    name: Literal["adamw", "adamw8bit", "came"] = "adamw"
+    name: Annotated[str, AfterValidator(_known), " | ".join(OPTIMIZERS)] = "adamw"
     """adamw: 8 bytes of state per parameter. adamw8bit: 2 bytes (torchao). came: 4 bytes; NVlabs use it with
     weight_decay 0. Adafactor is not offered: torch's cannot be sharded."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
@@ -41,20 +48,20 @@ class OptimConfig(Section):
     def _fill_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        is_came = data.get("name") == "came"
+        name = data.get("name", "adamw")
+        known = isinstance(name, str) and name in OPTIMIZERS
+        record = OPTIMIZERS[name if known else "adamw"]  # another name is refused afterwards
         betas, eps = data.get("betas"), data.get("eps")
-        if betas is None:
-            betas = (0.9, 0.999, 0.9999) if is_came else (0.9, 0.999)
-        if eps is None and not is_came:
-            eps = 1e-8
+        betas = record.betas if betas is None else betas
+        eps = record.eps if eps is None else eps
         return {**data, "betas": tuple(betas) if isinstance(betas, list) else betas, "eps": eps}
 
     def _conflicts(self) -> Iterator[str]:
-        expected = 3 if self.name == "came" else 2
-        if len(self.betas) != expected:
-            yield f"{self.name} has {expected} betas, not {len(self.betas)}; betas: null takes its defaults"
-        if self.name == "came" and self.eps is not None:
-            yield "eps is AdamW's; CAME's are fixed (1e-30 and 1e-16): write eps: null"
+        record = OPTIMIZERS[self.name]
+        if len(self.betas) != len(record.betas):
+            yield f"{self.name} has {len(record.betas)} betas, not {len(self.betas)}; betas: null takes its defaults"
+        if record.eps is None and self.eps is not None:
+            yield f"the eps of {record.title} are fixed ({record.fixed_eps}): write eps: null"
 
 
 class EmaConfig(Section):

@@ -21,20 +21,25 @@ from pipeline.base.options import value_at
 from pipeline.train.config import TrainConfig
 from pipeline.train.parallel.data_parallel import is_managed
 from pipeline.train.parallel.mesh import check_sizes
+from pipeline.train.training.optimizer_records import OPTIMIZERS, OptimizerRecord
 
 Changes = dict[str, Any]
 """Options below `train` (`optim.name`) and their new values."""
 Remedy = tuple[Changes, str]
 """Changes and their price."""
 
+
+def _of_optimizer(name: str, record: OptimizerRecord) -> Changes:
+    """The options that choose an optimizer, with its betas and eps where a configuration has those of the default."""
+    usual = OPTIMIZERS["adamw"]
+    others = {} if (record.betas, record.eps) == (usual.betas, usual.eps) else {"optim.betas": None, "optim.eps": None}
+    return {"optim.name": name, **others}
+
+
 LADDER: tuple[Remedy, ...] = (
     ({"ema.device": "cpu"}, "EMA in host memory; one copy of the weights a step, and the arithmetic on the CPU"),
     ({"parallel.reshard_after_forward": True}, "more gathers, or casts, of each block"),
-    ({"optim.name": "adamw8bit"}, "2 instead of 8 bytes of optimizer state per parameter"),
-    (
-        {"optim.name": "came", "optim.betas": None, "optim.eps": None},
-        "4 instead of 8 bytes per parameter; another optimizer: look at lr and weight_decay",
-    ),
+    *((_of_optimizer(name, record), record.price) for name, record in OPTIMIZERS.items() if record.price),
     (
         {"optim.in_backward": True, "optim.clip": None},
         "each gradient is freed once used; no clipping, and a process's part of a batch must be one microbatch",
@@ -85,12 +90,13 @@ def memory_advice(train: TrainConfig) -> list[str]:
 
 
 def _helps(train: TrainConfig, changes: Changes) -> bool:
+    """Return whether the changes would lower the memory of this configuration, and `train` would accept them."""
     precisions = ("fp16", "bf16_pure", "bf16", "fp32")  # fp16 is for GPUs without bf16
-    reasons = {
+    pointless = {
         "activation_checkpointing": changes.get("activation_checkpointing") == "selective"
         and train.activation_checkpointing != "none",
         "microbatch": train.optim.in_backward,
-        "optim.name": train.optim.name in ("adamw8bit", "came"),
+        "optim.name": OPTIMIZERS[train.optim.name].price is not None,  # it has a small state itself
         "parallel.dp_replicate": train.parallel.dp_replicate == 1,
         "parallel.reduce_each_microbatch": train.optim.in_backward,
         "parallel.reshard_after_forward": train.parallel.reshards(sharing_processes(train))
@@ -99,7 +105,7 @@ def _helps(train: TrainConfig, changes: Changes) -> bool:
         or precisions.index(changes.get("precision", "fp32")) >= precisions.index(train.precision),
         "activation_compression": train.activation_compression != "none",
     }
-    if any(reasons.get(option) for option in changes):
+    if any(pointless.get(option) for option in changes):
         return False
     after = accepted(train, changes)
     return after is not None and after != train

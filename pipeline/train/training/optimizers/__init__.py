@@ -1,6 +1,6 @@
 """The optimizer that the configuration names, and its learning rate as a pure function of the step.
 
-Bytes of state per parameter: `adamw` 8 for fp32 parameters, 4 for bf16; `came` 4 and 2; `adamw8bit` 2. Torch's
+What differs between optimizers is in their records (`training/optimizer_records.py`) and their modules here. Torch's
 Adafactor is left out: it fails on DTensors, so it would work for one process in fp32 only.
 Why no scheduler object: a function needs no state in the checkpoint, it counts optimizer steps for any number of
 processes (a scheduler stepped by accelerate counts `world` per step), and a resumed run cannot disagree.
@@ -8,23 +8,17 @@ processes (a scheduler stepped by accelerate counts `world` per step), and a res
 
 from __future__ import annotations
 
+import importlib
 import math
-import re
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from pipeline.base.errors import ConfigError, UserError
 from pipeline.train.config import TrainConfig
 from pipeline.train.training.config import OptimConfig
-from pipeline.train.training.optimizers import stochastic_rounding
-from pipeline.train.training.optimizers.came import CAME
-
-_STATE = {"adamw": "AdamW", "adamw8bit": "AdamW", "came": "CAME"}
-"""Kind of optimizer state in a checkpoint, by `train.optim.name`."""
+from pipeline.train.training.optimizer_records import OPTIMIZERS
 
 WSD_PART = 10
 """The rate of `schedule: wsd` falls over the last tenth of the steps."""
@@ -84,26 +78,12 @@ def decays(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim > 1 and not name.endswith("scale_shift_table")
 
 
-def joint_weights(named: Iterable[tuple[str, torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """The parameters that are rows of one matrix (or bias) in NVlabs' model: query, key and value of self attention,
-    key and value of cross attention."""
-    joint: dict[str, list[torch.Tensor]] = {}
-    for name, parameter in named:
-        if match := re.fullmatch(r"(.*\.)(attn1\.to_[qkv]|attn2\.to_[kv])\.(weight|bias)", name):
-            before, layer, tensor = match.groups()
-            joint.setdefault(f"{before}{layer[:5]}.{tensor}", []).append(parameter)
-    return list(joint.values())
-
-
 def build(
     model: nn.Module, config: OptimConfig, device: torch.device, *, seed: int = 0, numerics: str = "default"
 ) -> torch.optim.Optimizer:
     """The optimizer of the model's parameters (plain or sharded, fp32 or bf16). Call it after `parallelize`.
-
-    AdamW of fp32 parameters is fused, on a GPU and on the CPU, where the parameters are under `offload: all`: one pass
-    over the memory (torch's `foreach` needs temporaries of the parameters' size: +5 GiB for Sana 1.6B). Not fused: fp32
-    under tensor parallelism alone, whose parameters are in part plain tensors; torch's kernel takes one kind.
     seed: of stochastic rounding, for bf16 parameters."""
+    check(config)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     nvlabs = numerics == "nvlabs"
     groups = [
@@ -111,50 +91,44 @@ def build(
         {"params": [p for n, p in named if not decays(n, p)], "weight_decay": config.weight_decay if nvlabs else 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    if config.name == "came":
-        joint = joint_weights(named) if nvlabs else []
-        return CAME(groups, config.lr, config.betas, seed=seed, factor_kernels=not nvlabs, joint=joint)  # type: ignore[arg-type]
-    options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    if config.name == "adamw8bit":
-        check(config)
-        from pipeline.train.training.optimizers.adamw_8bit import AdamW8bit
-
-        return AdamW8bit(groups, **options, compiled=all(p.device.type == "cuda" for _, p in named), seed=seed)
-    if any(parameter.dtype == torch.bfloat16 for _, parameter in named):
-        return stochastic_rounding.AdamW(groups, **options, seed=seed)
-    fused = device.type in ("cpu", "cuda") and len({isinstance(p, DTensor) for _, p in named}) == 1
-    return torch.optim.AdamW(groups, **options, foreach=None if fused else False, fused=True if fused else None)
+    module: Any = importlib.import_module(OPTIMIZERS[config.name].module)
+    optimizer: torch.optim.Optimizer = module.build(groups, config, named, device, seed=seed, nvlabs=nvlabs)
+    return optimizer
 
 
 def check(config: OptimConfig) -> None:
-    """Refuse an optimizer that is not installed."""
-    if config.name != "adamw8bit":
-        return
+    """Import the module of the optimizer; refuse one whose package is not installed."""
+    record = OPTIMIZERS[config.name]
     try:
-        import pipeline.train.training.optimizers.adamw_8bit  # noqa: F401
+        importlib.import_module(record.module)
     except ImportError as error:
+        if record.extra is None:
+            raise
         raise UserError(
-            "train.optim.name: adamw8bit needs torchao, which is not installed or does not work with this torch",
+            f"train.optim.name: {config.name} needs {record.extra}, which is not installed or does not work with this "
+            "torch",
             found=str(error),
-            fix="pip install 'sana-pipe[torchao]', or train.optim.name: came (4 bytes of state per parameter)",
+            fix=f"pip install 'sana-pipe[{record.extra}]', or train.optim.name: came (4 bytes of state per parameter)",
         ) from None
 
 
 def check_resumable(earlier: dict[str, Any], train: TrainConfig) -> None:
     """Refuse to continue with an optimizer that cannot use the checkpoint's state. earlier: its section `train`."""
     before, now, numerics = earlier["optim"]["name"], train.optim.name, (earlier["numerics"], train.numerics)
-    if before == now == "came" and numerics[0] != numerics[1]:
+    record = OPTIMIZERS[now]
+    if before == now and record.joins is not None and numerics[0] != numerics[1]:
         raise ConfigError(
-            "the checkpoint holds the state of another form of CAME",
+            f"the checkpoint holds the state of another form of {record.title}",
             expected=f"train.numerics: {numerics[0]}",
             found=f"train.numerics: {numerics[1]}",
             fix=f"--set train.numerics={numerics[0]}, or begin a new run, with fresh moments: --from CHECKPOINT --set "
             "train.output=DIR",
         )
-    if _STATE[before] != _STATE[now]:
+    state = OPTIMIZERS[before].state
+    if state != record.state:
         raise ConfigError(
             f"the checkpoint holds the state of {before}, this run has train.optim.name: {now}",
-            expected=" or ".join(name for name, state in _STATE.items() if state == _STATE[before]),
+            expected=" or ".join(name for name, other in OPTIMIZERS.items() if other.state == state),
             fix="restore it, or begin a new run, with fresh moments: --from CHECKPOINT --set train.output=DIR",
         )
 

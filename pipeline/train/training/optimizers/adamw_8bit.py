@@ -22,6 +22,7 @@ from torchao.optim.quant_utils import quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from pipeline.train.parallel.shards import local
+from pipeline.train.training.config import OptimConfig
 from pipeline.train.training.optimizers.stochastic_rounding import RoundingAdamW, scaled, to_bf16
 
 BLOCK = 256
@@ -145,3 +146,17 @@ def _quantise_into(moment: Tensor, value: Tensor) -> None:
     scale = scale.clamp(min=1e-12)
     moment.codes.copy_(quantize_8bit_with_qmap((blocks / scale[:, None]).view(-1), moment.qmap).view(moment.shape))
     moment.scale.copy_(scale)
+
+
+def build(
+    groups: list[dict[str, Any]],
+    config: OptimConfig,
+    named: list[tuple[str, Tensor]],
+    device: torch.device,
+    *,
+    seed: int,
+    nvlabs: bool,
+) -> AdamW8bit:
+    """8-bit AdamW of these parameters, compiled on a GPU."""
+    compiled = all(parameter.device.type == "cuda" for _, parameter in named)
+    return AdamW8bit(groups, config.lr, betas=config.betas, eps=config.eps, compiled=compiled, seed=seed)

@@ -10,6 +10,7 @@ Formulas: arXiv 2307.02047, algorithm 2; clipping by the root mean square: Adafa
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pipeline.train.parallel.shards import local, sharding_groups
+from pipeline.train.training.config import OptimConfig
 from pipeline.train.training.optimizers.stochastic_rounding import Noise, placement_of, scaled, spread, to_bf16
 
 BETAS = (0.9, 0.999, 0.9999)
@@ -204,6 +206,32 @@ class CAME(torch.optim.Optimizer):
             )
             alike.setdefault(key, []).append(member)
         return [_Stack(same, self.state, self.noise, self.gradient_factor) for same in alike.values()]
+
+
+def build(
+    groups: list[dict[str, Any]],
+    config: OptimConfig,
+    named: list[tuple[str, Tensor]],
+    device: torch.device,
+    *,
+    seed: int,
+    nvlabs: bool,
+) -> CAME:
+    """CAME of these parameters; under NVlabs' numerics with unfactored kernels and their joint matrices."""
+    joint = joint_weights(named) if nvlabs else []
+    betas: Any = config.betas
+    return CAME(groups, config.lr, betas, seed=seed, factor_kernels=not nvlabs, joint=joint)
+
+
+def joint_weights(named: Iterable[tuple[str, torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """The parameters that are rows of one matrix (or bias) in NVlabs' model: query, key and value of self attention,
+    key and value of cross attention."""
+    joint: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in named:
+        if match := re.fullmatch(r"(.*\.)(attn1\.to_[qkv]|attn2\.to_[kv])\.(weight|bias)", name):
+            before, layer, tensor = match.groups()
+            joint.setdefault(f"{before}{layer[:5]}.{tensor}", []).append(parameter)
+    return list(joint.values())
 
 
 # ------------------------------------------------------------------------------------------------------- the formulas
