@@ -91,7 +91,7 @@ def _head(architecture: ModelSpec, template: str, place: str, trigger: str, adap
         values["instance_prompt"] = trigger
     if template != "controlnet":
         values["pipeline_tag"] = "text-to-image"
-    family = [] if architecture.family is None else [architecture.family]
+    family = [architecture.family] if architecture.family else []
     values["tags"] = ["text-to-image", "diffusers", *family, *kind]
     text = as_yaml(values, sort_keys=False, allow_unicode=True, width=10**6)
     remark = "license: other  # fill in: that of the base, and the rights of the pictures"
