@@ -53,9 +53,8 @@ def task_of(
         inputs.check_pictures(kinds)
         if quarantine is not None and layout.model_parallel_size > 1:
             raise ConfigError(
-                f"--quarantine with train.parallel.tp_size = {layout.tp} and pp_size = {layout.pp}: "
-                "processes that share a batch each read it themselves; if only one of them finds a record unreadable, "
-                "they go on with different samples",
+                f"--quarantine with train.parallel.tp_size = {layout.tp} and pp_size = {layout.pp}: processes of one "
+                "batch read it each; if only one of them finds a record unreadable, they go on with other samples",
                 fix="train without --quarantine: a bad record stops the run and is named (sana-pipe verify --repair)",
             )
 
