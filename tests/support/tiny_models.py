@@ -39,6 +39,28 @@ def build(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def build_kl(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Make a random `AutoencoderKL` like that of Z-Image in `vae/`: f8, 16 channels, a shift, no `quant_conv`."""
+    from diffusers import AutoencoderKL
+
+    settings: dict[str, Any] = {
+        "latent_channels": 16,
+        "block_out_channels": (8, 8, 16, 16),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "norm_num_groups": 4,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+        "scaling_factor": 0.3611,
+        "shift_factor": 0.1159,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoencoderKL(**{**settings, **changes}).eval()
+    model.save_pretrained(folder / "vae")
+    return folder
+
+
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -38,17 +38,18 @@ INSTRUCTIONS: dict[str, str] = {
 
 
 class VaeConfig(Weights):
-    """The image encoder."""
+    """The image encoder: diffusers' `AutoencoderDC` (Sana) or `AutoencoderKL` (Z-Image, Flux, Stable Diffusion)."""
 
     folder: ClassVar[str] = "vae"
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Precision of the encoder's computation; part of the encoding. tf32: fp32, whose factors of products and
-    convolutions a GPU rounds to TF32. DC-AE overflows in fp16. With tf32 and bf16 `encode` prints how far some of your
-    latents are from those in fp32."""
+    convolutions a GPU rounds to TF32. fp16 is not offered: DC-AE and several AutoencoderKL overflow in it. With tf32
+    and bf16 `encode` prints how far some of your latents are from those in fp32."""
     decoder: Place | None = None
-    """The decoder of `sample` and `report`, a model on the hub or a folder, of diffusers' `AutoencoderDC` or
-    `AutoencoderTiny`; null: the VAE's. It must have the VAE's channels, compression and scaling factor;
-    `mit-han-lab/dc-ae-lite-f32c32-sana-1.1-diffusers` is a faster one for Sana. Not part of the encoding."""
+    """The decoder of `sample` and `report`, a model on the hub or a folder, of diffusers' `AutoencoderDC`,
+    `AutoencoderKL` or `AutoencoderTiny`; null: the VAE's. It must have the VAE's channels, compression, scaling and
+    shift factor; `mit-han-lab/dc-ae-lite-f32c32-sana-1.1-diffusers` is a faster one for Sana. Not part of the
+    encoding."""
 
     @property
     def other_decoder(self) -> Weights | None:

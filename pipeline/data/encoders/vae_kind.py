@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import pkgutil
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,15 +17,21 @@ from typing import Any, ClassVar
 
 import torch
 
-from pipeline.base.hub import ModelError, read_settings
+from pipeline.base.hub import ModelError, read_json, read_settings
 
 KINDS: dict[str, str] = {
     "AutoencoderDC": "pipeline.data.encoders.autoencoder_dc:DeepCompression",
+    "AutoencoderKL": "pipeline.data.encoders.autoencoder_kl:Variational",
 }
 """diffusers' `_class_name` of an encoder with its decoder -> module:class."""
 
 DECODERS: dict[str, str] = {**KINDS, "AutoencoderTiny": "pipeline.data.encoders.autoencoder_tiny:TinyDecoder"}
 """The same of what `vae.decoder` may name."""
+
+_OF_VIDEOS = re.compile(
+    r"Wan|QwenImage|CogVideoX|Cosmos|HunyuanVideo|HunyuanImageRefiner|LTX|Magvit|Mochi|Allegro|Temporal|Video|VidTok"
+)
+"""Parts of the class names of VAEs whose latents have an axis of time, also those of a single picture."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,16 @@ class VaeKind(ABC):
 
     folder: Path
     settings: Mapping[str, Any]
+
+    def check(self) -> None:
+        """Refuse settings that no kind implements."""
+        if named := [name for name in ("latents_mean", "latents_std") if self.settings.get(name) is not None]:
+            raise ModelError(
+                f"{self.folder / 'config.json'} normalises each channel of a latent apart, which is not implemented",
+                expected="latents_mean and latents_std null; scaling_factor and shift_factor are for all channels",
+                found=", ".join(named),
+                fix="vae.id: a VAE without them",
+            )
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -106,8 +123,16 @@ class VaeKind(ABC):
         """diffusers' module with one of its halves, on the meta device; the other half is never allocated."""
         import diffusers
 
-        with torch.device("meta"):
-            model = getattr(diffusers, self.settings["_class_name"]).from_config(dict(self.settings))
+        made = getattr(diffusers, self.settings["_class_name"])
+        try:
+            with torch.device("meta"):
+                model = made.from_config(dict(self.settings))
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            raise ModelError(
+                f"{self.folder / 'config.json'} describes no {made.__name__} that can be built",
+                found=" ".join(str(error).split())[:600],
+                fix="fetch the folder again",
+            ) from None
         for other in self.halves.keys() - {half}:
             for part in self.halves[other]:
                 if getattr(model, part, None) is not None:
@@ -146,5 +171,11 @@ def decoder_at(folder: Path) -> VaeKind:
 
 
 def _kind(kinds: Mapping[str, str], folder: Path, what: str, fix: str) -> VaeKind:
+    name = read_json(folder / "config.json").get("_class_name")
+    if isinstance(name, str) and name not in kinds and _OF_VIDEOS.search(name):
+        what += " of pictures"
+        fix += "; latents of a VAE of videos have an axis of time, which records of pictures do not have"
     settings = read_settings(folder, "_class_name", tuple(kinds), what, fix)
-    return pkgutil.resolve_name(kinds[settings["_class_name"]])(folder, settings)
+    kind: VaeKind = pkgutil.resolve_name(kinds[settings["_class_name"]])(folder, settings)
+    kind.check()
+    return kind
