@@ -44,7 +44,6 @@ class SanaConfig(SanaShape, ModelSpec):
     pipeline = "SanaPipeline"
     formats = ("diffusers", "nvlabs")
     readme = "diffusers"
-    family = "sana"
     overflows_in_fp16 = True
     PIPELINE_MULTIPLE: ClassVar[int] = 32
     """`SanaPipeline` refuses a height or width that is no multiple of this, whatever the VAE."""

@@ -109,16 +109,15 @@ class ModelSpec(ABC):
 
     Attributes:
         class_name: diffusers', in config.json.
-        family: its name in the headers of files of adapters; empty: they name none.
         free: fields that decide no parameter; a run may begin from a checkpoint with other values.
         pipeline: class of diffusers' pipeline that an export is for; None: an export holds the transformer alone.
         formats: what `save` writes.
-        readme: template of a whole pipeline's README. family: of the model, a tag of that README.
+        readme: template of a whole pipeline's README.
+        family: of the model, a tag of that README, and in the headers of files of adapters; None: not named.
         overflows_in_fp16: the pipeline's text encoder and VAE do.
     """
 
     class_name: ClassVar[str]
-    family: ClassVar[str] = ""
     free: ClassVar[tuple[str, ...]] = ()
     pipeline: ClassVar[str | None] = None
     formats: ClassVar[tuple[str, ...]] = ("diffusers",)
