@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.base.errors import ConfigError, UserError
-from pipeline.train.models.spec import spec_at, spec_of
+from pipeline.train.models.spec import Call, spec_at, spec_of
 from pipeline.train.models.zimage_config import ZImageConfig
 from tests.support.tiny_zimage import TINY, inputs, predicted, reference, save, weights
 
@@ -80,6 +80,8 @@ def test_rows_past_a_caption_and_other_samples_change_nothing(ours: torch.nn.Mod
         torch.testing.assert_close(ours(**{**batch, "captions": noisy}), expected, atol=0, rtol=0)
         for number in range(4):
             alone = {name: each[number : number + 1] for name, each in batch.items()}
+            length = BATCHES[0][1][number]
+            alone |= {name: alone[name][:, :length] for name in ("captions", "mask")}
             assert distance(ours(**alone), expected[number : number + 1]) <= 2e-6
 
 
@@ -228,3 +230,11 @@ def test_a_file_is_read_by_any_reader_of_safetensors(tmp_path: Path) -> None:
     values = save(tmp_path)
     stored = load_file(tmp_path / "transformer/diffusion_pytorch_model.safetensors")
     assert stored.keys() == values.keys() and all(torch.equal(stored[name], values[name]) for name in stored)
+
+
+@pytest.mark.parametrize(("guidance", "scale"), [(6.0, "5"), (1.0, "0")])
+def test_the_call_counts_guidance_as_the_pipeline_does(guidance: float, scale: str) -> None:
+    """v_caption + s (v_caption - v_null) is v_null + (s + 1) (v_caption - v_null)."""
+    call = Call(1024, 8, True, 50, guidance, None, None)
+    assert TINY.call_arguments(call)["guidance_scale"] == scale
+    assert TINY.call_arguments(replace(call, max_length=256))["max_sequence_length"] == "256"

@@ -109,21 +109,21 @@ class ModelSpec(ABC):
 
     Attributes:
         class_name: diffusers', in config.json.
-        family: its name in the headers of adapters' files, and a tag of a pipeline's README; empty: neither has one.
         free: fields that decide no parameter; a run may begin from a checkpoint with other values.
         pipeline: class of diffusers' pipeline that an export is for; None: an export holds the transformer alone.
         formats: what `save` writes.
         readme: template of a whole pipeline's README.
+        family: of the model, a tag of that README, and in the headers of files of adapters; None: not named.
         overflows_in_fp16: the pipeline's text encoder and VAE do.
         text_kind: kind of the text encoder that its released weights were trained with; None: not known.
     """
 
     class_name: ClassVar[str]
-    family: ClassVar[str] = ""
     free: ClassVar[tuple[str, ...]] = ()
     pipeline: ClassVar[str | None] = None
     formats: ClassVar[tuple[str, ...]] = ("diffusers",)
     readme: ClassVar[str] = "pipeline"
+    family: ClassVar[str | None] = None
     overflows_in_fp16: ClassVar[bool] = False
     text_kind: ClassVar[str | None] = None
 

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from pipeline.base.errors import ConfigError
 from pipeline.train.config import TrainConfig
 from pipeline.train.models.layers import SINUSOID_WIDTH
-from pipeline.train.models.spec import DrawnValues, ModelSpec, Values, generator_of
+from pipeline.train.models.spec import Call, DrawnValues, ModelSpec, Values, generator_of
 from pipeline.train.models.weight_files import FolderWeights, save_folder
 from pipeline.train.models.zimage import ZImageTransformer, padded, parameter_shapes
 from pipeline.train.models.zimage_shape import ZImageShape
 
 _TURBO = re.compile(r"z[-_ ]?image[-_ ]?turbo", re.IGNORECASE)
+_MAX_LENGTH = 512
+"""Rows of a caption in `ZImagePipeline`."""
 _FUSED = ("to_q", "to_k", "to_v")
 _COMFYUI = {"attention.to_out.0": "attention.out", "attention.norm_q": "attention.q_norm"}
 _COMFYUI |= {"attention.norm_k": "attention.k_norm"}
@@ -35,7 +37,6 @@ class ZImageConfig(ZImageShape, ModelSpec):
     family = "zimage"
     pipeline = "ZImagePipeline"
     dropout = 0.0
-    sample_size = None
 
     @property
     def caption_channels(self) -> int:
@@ -69,6 +70,13 @@ class ZImageConfig(ZImageShape, ModelSpec):
                 found=f"{height}x{width}",
                 fix=option.format(height=min(height, limits[0]), width=min(width, limits[1])),
             )
+
+    def call_arguments(self, call: Call) -> dict[str, str]:
+        """`guidance_scale` counts from the caption's prediction, `sample.guidance` from that of the empty caption."""
+        arguments = {**super().call_arguments(call), "guidance_scale": f"{call.guidance - 1:g}"}
+        if call.max_length not in (None, _MAX_LENGTH):
+            arguments["max_sequence_length"] = str(call.max_length)
+        return arguments
 
     def check_base(self, names: Sequence[str]) -> None:
         turbo = next((name for name in names if _TURBO.search(name)), None)

@@ -76,14 +76,14 @@ def changes(spec: ModelSpec, weights: Mapping[str, Tensor], scaling: float) -> d
 
 
 def header(
-    title: str, base: str, trigger: str, resolution: int, step: int, rank: int | None = None, family: str = ""
+    title: str, base: str, trigger: str, resolution: int, step: int, rank: int | None = None, family: str | None = None
 ) -> dict[str, str]:
     """Make the header of a file, by the names that managers of LoRA files show: kohya's (`ss_*`) and `modelspec.*`.
 
     Args:
         trigger: the text in front of every caption in training; empty: none.
         rank: None: the changes are whole.
-        family: of the model; empty: not named.
+        family: of the model; None: not named.
     """
     named = {
         "ss_output_name": title,
