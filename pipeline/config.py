@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from pydantic import Field, PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 
-from pipeline.base.config import Place, Section, setting
+from pipeline.base.config import Location, Section, setting
 from pipeline.base.errors import ConfigError, not_permitted
 from pipeline.base.metrics.config import MetricsConfig
 from pipeline.base.options import (
@@ -55,7 +55,7 @@ LOCAL_NAME = "sana-pipe.yaml"
 class Config(Section):
     """The whole file."""
 
-    cache: Place = "./cache"
+    cache: Location = "./cache"
     """The cache: a folder or a URL (s3://...)."""
     mirror: MirrorConfig = MirrorConfig()
     """Local copies of a cache in an object store."""

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pipeline.base.errors import alternatives, expanded
 from pipeline.base.yaml_text import on_one_line
 
-Place = Annotated[str, AfterValidator(expanded)]
+Location = Annotated[str, AfterValidator(expanded)]
 """A path or a URL. `~` and `$NAME` are replaced here: no shell does it in a file, or behind `--set cache=`."""
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -90,7 +90,7 @@ class Weights(Section):
 
     folder: ClassVar[str] = ""
     """The model's folder in a pipeline's repository or folder."""
-    id: Place
+    id: Location
     """A model on the hub, or a folder that `save_pretrained` wrote: the model's, or that of a pipeline which has it."""
     revision: str | None = None
     """Branch, tag or commit on the hub; null: the main branch."""

@@ -115,10 +115,12 @@ class PromptSet:
         return bits.astype(np.uint16).reshape(-1, self.encoding.width)
 
 
-Place = Caption | TextPlace
+TextRecord = Caption | TextPlace
 
 
-def _table(texts: Iterable[str], null: TextPlace, places: Iterable[Place], read: Callable[[Place], bytes]) -> pa.Table:
+def _table(
+    texts: Iterable[str], null: TextPlace, places: Iterable[TextRecord], read: Callable[[TextRecord], bytes]
+) -> pa.Table:
     """A table of `ROWS`."""
     rows: list[dict[str, Any]] = [{"text": None, "valid": null.valid, "rows": read(null)}]
     rows += [
@@ -127,10 +129,10 @@ def _table(texts: Iterable[str], null: TextPlace, places: Iterable[Place], read:
     return pa.Table.from_pylist(rows, schema=ROWS)
 
 
-def _reading(reader: ShardReader, encoding: CaptionEncoding) -> Callable[[Place], bytes]:
-    """Place -> the verified bits of its record."""
+def _reading(reader: ShardReader, encoding: CaptionEncoding) -> Callable[[TextRecord], bytes]:
+    """Return what reads the verified bits of a record."""
 
-    def read(place: Place) -> bytes:
+    def read(place: TextRecord) -> bytes:
         into = np.empty((place.rows, encoding.width), np.uint16)
         reader.read(place.shard, place.offset, place.key, place.checksum, into, place.length)
         return into.astype("<u2", copy=False).tobytes()

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from pipeline.base.config import Place, Weights
+from pipeline.base.config import Location, Weights
 
 # A constant of the released models: the instruction before every caption ("complex human instruction",
 # `text_encoder.chi_prompt` in NVlabs/Sana's configurations). A changed character changes every row of every caption.
@@ -45,7 +45,7 @@ class VaeConfig(Weights):
     """Precision of the encoder's computation; part of the encoding. tf32: fp32, whose factors of products and
     convolutions a GPU rounds to TF32. fp16 is not offered: DC-AE and several AutoencoderKL overflow in it. With tf32
     and bf16 `encode` prints how far some of your latents are from those in fp32."""
-    decoder: Place | None = None
+    decoder: Location | None = None
     """The decoder of `sample` and `report`, a model on the hub or a folder, of diffusers' `AutoencoderDC`,
     `AutoencoderKL` or `AutoencoderTiny`; null: the VAE's. It must have the VAE's channels, compression, scaling and
     shift factor; `mit-han-lab/dc-ae-lite-f32c32-sana-1.1-diffusers` is a faster one for Sana. Not part of the

@@ -1,4 +1,4 @@
-"""The parts of a cache that a training run reads, opened.
+"""The data that a training run reads of a cache, opened.
 
 `snapshots.opening` chooses and opens them, `training.inputs` makes the run's task of them: so
 training knows no cache, and of the encodings of records only what is said here.
@@ -23,7 +23,7 @@ from pipeline.data.signals.text import TextEncoding
 
 @dataclass(frozen=True)
 class Inputs:
-    """The parts of a cache that a run reads.
+    """The data that a run reads of a cache.
 
     Attributes:
         snapshot: the samples that it is trained on.
@@ -107,9 +107,9 @@ class Inputs:
         return self._drawn_from.picture(self._drawn[number], ControlEncoding.kind)
 
 
-def leaked(snapshot: Snapshot, part: Snapshot) -> int:
-    """Samples of a held-out part that look like one of a snapshot, as far as `bucket` counted them."""
-    return (snapshot.head.leaked or {}).get(part.id, 0)
+def leaked(snapshot: Snapshot, heldout: Snapshot) -> int:
+    """Held-out samples that look like one of a snapshot, as far as `bucket` counted them."""
+    return (snapshot.head.leaked or {}).get(heldout.id, 0)
 
 
 def check_pictures(snapshots: Sequence[Snapshot], kinds: Sequence[str]) -> None:

@@ -66,7 +66,7 @@ class Batch:
 class LoaderState:
     """The state of a run: `step` optimizer steps of this order are done.
 
-    length_window: part of the order (`train.length_window`); not written where it is 0.
+    length_window: belongs to the order (`train.length_window`); not written where it is 0.
     """
 
     snapshot: str
@@ -90,7 +90,7 @@ class Loaded:
     Attributes:
         size: bytes of its tensors.
         unreadable: records that could not be read, also of substitutes.
-        substitutes: samples of the part that stand for others.
+        substitutes: samples of the share that stand for others.
     """
 
     batches: list[Batch]
@@ -146,7 +146,7 @@ class LoaderSettings:
 
 @dataclass(frozen=True)
 class _Arrays:
-    """The arrays of a part of n samples, in one buffer. Text of sample i: rows `begin[i]:end[i]` of `texts`.
+    """The arrays of a share of n samples, in one buffer. Text of sample i: rows `begin[i]:end[i]` of `texts`.
 
     pictures: uint16 by kind, such as latents (n, C, h, w). noise: (n, C, h, w) float32. mask: (n, L) bool. logit: (n,)
     float32. texts: (n * L, D) uint16, or packed (t, D).
@@ -167,7 +167,7 @@ class _Arrays:
 
 
 class Loader:
-    """Yields this rank's part of every step.
+    """Yields this rank's share of every step.
 
     Args:
         order: another order than the snapshot's schedule.
@@ -203,7 +203,7 @@ class Loader:
             kinds=self.pictures,
             order=order,
         )
-        self.pool = BufferPool(self._largest_part(), pin=settings.pin)
+        self.pool = BufferPool(self._largest_share(), pin=settings.pin)
         self._shard_prefetch: ShardPrefetch | None = None
 
     def load(self, step: int, on_read: OnRead | None = None) -> Loaded:
@@ -214,7 +214,7 @@ class Loader:
         """
         if self._shard_prefetch is not None:
             self._shard_prefetch.reached(step)
-        plan = self._part(step)
+        plan = self._share(step)
         substitution = Substitution(self.planner)
         while True:
             batches, size, bad = self._read(plan, on_read)
@@ -253,7 +253,7 @@ class Loader:
 
     def shard_paths(self, step: int) -> dict[str, int]:
         """The shards that this rank reads in a step, as files of the cache, with their sizes in bytes."""
-        plan, paths = self._part(step), dict[str, int]()
+        plan, paths = self._share(step), dict[str, int]()
         for kind, places in (*plan.pictures.items(), (self.texts, plan.texts)):
             for number in dict.fromkeys(places["shard"].tolist()):
                 path = self.snapshot.shard_path(kind, self.snapshot.shards[kind][number])
@@ -282,16 +282,16 @@ class Loader:
         self.readers[self.texts].read(null.shard, null.offset, null.key, null.checksum, rows, null.length)
         return rows
 
-    def _part(self, step: int) -> BatchPlan:
+    def _share(self, step: int) -> BatchPlan:
         """Return this rank's share of the global batch."""
         plan, world = self.planner.step(step), self.settings.world
         if world == 1:
             return plan
         share = len(plan) // world
-        return plan.part(slice(self.settings.rank * share, (self.settings.rank + 1) * share))
+        return plan.share(slice(self.settings.rank * share, (self.settings.rank + 1) * share))
 
-    def _largest_part(self) -> int:
-        """Bytes of the largest possible part of a step."""
+    def _largest_share(self) -> int:
+        """Bytes of the largest possible share of a step."""
         text = self.snapshot.caption
         rows, largest = text.max_length, 0
         for number, batch in enumerate(self._batches):
@@ -375,20 +375,20 @@ class Loader:
         bounds = np.append(arrays.begin, arrays.end[-1])
         batches = []
         for start in range(0, count, self.settings.microbatch):
-            part = slice(start, min(start + self.settings.microbatch, count))
-            offsets = bounds[part.start : part.stop + 1]
-            text_part = slice(*offsets[[0, -1]].tolist()) if packed else part
+            chosen = slice(start, min(start + self.settings.microbatch, count))
+            offsets = bounds[chosen.start : chosen.stop + 1]
+            text_rows = slice(*offsets[[0, -1]].tolist()) if packed else chosen
             batches.append(
                 Batch(
-                    bf16(arrays.pictures[LatentEncoding.kind][part]),
-                    bf16(captions[text_part]),
-                    torch.from_numpy(arrays.mask[part]),
-                    torch.from_numpy(arrays.noise[part]),
-                    torch.from_numpy(arrays.logit[part]),
-                    tuple(ids[part]),
+                    bf16(arrays.pictures[LatentEncoding.kind][chosen]),
+                    bf16(captions[text_rows]),
+                    torch.from_numpy(arrays.mask[chosen]),
+                    torch.from_numpy(arrays.noise[chosen]),
+                    torch.from_numpy(arrays.logit[chosen]),
+                    tuple(ids[chosen]),
                     (bucket.height, bucket.width),
                     torch.from_numpy((offsets - offsets[0]).astype(np.int32)) if packed else None,
-                    {kind: self._tensor(kind, arrays.pictures[kind][part]) for kind in self.settings.pictures},
+                    {kind: self._tensor(kind, arrays.pictures[kind][chosen]) for kind in self.settings.pictures},
                 )
             )
         return batches

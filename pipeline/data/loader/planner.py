@@ -28,7 +28,7 @@ CANDIDATES = 256
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One optimizer step of `n` samples, or a part of it.
+    """One optimizer step of `n` samples, or a share of it.
 
     Attributes:
         step, epoch, bucket: as in `schedule.ScheduledBatch`.
@@ -51,7 +51,8 @@ class BatchPlan:
     def __len__(self) -> int:
         return len(self.visits)
 
-    def part(self, which: slice) -> BatchPlan:
+    def share(self, which: slice) -> BatchPlan:
+        """The plan of some samples of this one."""
         return replace(
             self,
             visits=self.visits[which],

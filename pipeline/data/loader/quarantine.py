@@ -58,7 +58,7 @@ class Quarantine:
 
 
 class Substitution:
-    """The replacements in one rank's part of a step.
+    """The replacements in one rank's share of a step.
 
     Attributes:
         unreadable: records that could not be read, also of substitutes.
@@ -70,7 +70,7 @@ class Substitution:
         self.unreadable: list[UnreadableRecord] = []
 
     def __len__(self) -> int:
-        """Samples of the part that have a substitute."""
+        """Samples of the share that have a substitute."""
         return len(self._candidates)
 
     def replace(self, plan: BatchPlan, i: int, error: RecordError) -> BatchPlan:

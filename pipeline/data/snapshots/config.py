@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.base.config import Place, Positive, Section, Share
+from pipeline.base.config import Location, Positive, Section, Share
 
 
 class SourceConfig(Section):
@@ -41,7 +41,7 @@ class BucketConfig(Section):
     remainder: Literal["carry", "drop"] = "carry"
     """Samples that do not fill the last batch of an epoch. carry: use them in the next epoch. drop: skip them in this
     epoch (others in the next one), and skip buckets smaller than a batch."""
-    caches: list[Place] = []
+    caches: list[Location] = []
     """Other caches (folders or URLs) whose sources are used, too. The shards that are needed are linked or copied."""
     sources: dict[str, SourceConfig] = {}
     """Settings by source; a source that is not listed has the defaults."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.base.config import Channel, NotNegative, Place, Positive, Section, Share
+from pipeline.base.config import Channel, Location, NotNegative, Positive, Section, Share
 
 
 class TagsConfig(Section):
@@ -34,7 +34,7 @@ class ControlOrMaskConfig(Section):
     suffix: str | None = None
     """The end of its name that the picture's name lacks: `.control` for `x.control.png` (in a tar, too) next to
     `x.jpg`, `-masklabel` for `x-masklabel.png`."""
-    folder: Place | None = None
+    folder: Location | None = None
     """The folder, relative to the data, that has it under the picture's name: with `edges`, `edges/x.png` is that of
     `x.jpg` and of `photos/x.jpg`."""
     column: str | None = None
@@ -115,7 +115,7 @@ class DataConfig(Section):
     """Add variants of captions that are tag lists, such as `{shuffle: 4, drop: 0.1, keep: 1}`; null: none."""
     image_field: str | None = None
     """The column of a table that holds the picture or its file name; null: chosen by type and name."""
-    image_root: Place | None = None
+    image_root: Location | None = None
     """The folder that a table's file names are relative to; null: the table's folder."""
     pictures: ControlsAndMasks = ControlsAndMasks()
     """Control pictures and masks of each sample."""

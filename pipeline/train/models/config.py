@@ -7,14 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from pipeline.base.config import NotNegative, Place, Positive, Section, Share, Weights
+from pipeline.base.config import Location, NotNegative, Positive, Section, Share, Weights
 
 
 class StartWeights(Weights):
     """The weights that training starts from."""
 
     folder: ClassVar[str] = "transformer"
-    id: Place
+    id: Location
     """A model on the hub or a folder that `save_pretrained` wrote, the transformer's or a pipeline's; or a file of
     NVlabs' trainer (`.pth`, or safetensors with its names), local or as `hf://OWNER/NAME/checkpoints/NAME.pth`."""
     variant: str | None = None
@@ -79,7 +79,7 @@ class AdapterConfig(Section):
     "transformer_blocks.1?.attn1.*"]`."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the values that are dropped before A in training."""
-    start: Place | None = None
+    start: Location | None = None
     """An export, a LoRA file of diffusers or a folder of PEFT, whose matrices a new run begins with; null: A drawn, B
     zero."""
 
@@ -92,7 +92,7 @@ class ControlNetConfig(Section):
     """Blocks that are copied, fewer than the model has; null: 7, or as many as a smaller model allows."""
     control_drop: Share = 0.0
     """Share of samples that are trained with zeros in place of the control, whatever becomes of their caption."""
-    start: Place | None = None
+    start: Location | None = None
     """An export, or a folder or file of diffusers' `SanaControlNetModel`, whose values a new run begins with; null:
     those of the model's blocks, and zero layers."""
 

@@ -50,16 +50,16 @@ class Layout:
 
     @property
     def data_world(self) -> int:
-        """Number of data-parallel ranks: how many parts a global batch is divided into."""
+        """Number of data-parallel ranks: how many shares a global batch is divided into."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def model_parallel_size(self) -> int:
-        """Number of processes that share one model and so read the same part of a batch (pp x tp)."""
+        """Number of processes that share one model and so read the same share of a batch (pp x tp)."""
         return self.pp * self.tp
 
     def data_rank(self, rank: int) -> int:
-        """Data-parallel rank of a process: which part of a global batch it reads."""
+        """Data-parallel rank of a process: which share of a global batch it reads."""
         return rank // self.tp % self.data_world
 
     def __str__(self) -> str:

@@ -56,7 +56,7 @@ class ParallelModel:
 
     Attributes:
         module: what this process holds, under the whole model's parameter names.
-        data_world: number of parts that a global batch is divided into.
+        data_world: number of shares that a global batch is divided into.
         keep_gathered: gathered parameters stay from one microbatch of a step to the next.
         reduce_each: each microbatch of a step reduces its gradient (`data_parallel.prepare_microbatch`).
     """
@@ -84,7 +84,7 @@ class ParallelModel:
             samples: their total number of samples.
 
         Returns:
-            The losses (rows, b) of each microbatch, detached; equal on all processes that read this part of the batch.
+            The losses (rows, b) of each microbatch, detached; equal on all processes that read this share of the batch.
         """
         per_microbatch, remaining = [], samples
         for microbatch in microbatches:

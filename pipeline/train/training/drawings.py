@@ -59,9 +59,9 @@ class Drawings:
             "start again: a newer set was published in between; or --set train.pictures.prompts=ID",
         )
         count, layout, rank = len(self.prompts.texts), context.layout, dist.get_rank()
-        share, part = -(-count // layout.data_world), layout.data_rank(rank)
-        self.numbers = [min(number, count - 1) for number in range(part * share, (part + 1) * share)]
-        self.sends = rank == min(other for other in range(layout.world) if layout.data_rank(other) == part)
+        share, reader = -(-count // layout.data_world), layout.data_rank(rank)
+        self.numbers = [min(number, count - 1) for number in range(reader * share, (reader + 1) * share)]
+        self.sends = rank == min(other for other in range(layout.world) if layout.data_rank(other) == reader)
         self.size = drawn_at_once(context.train.microbatch, context.task)
         self.rows, self.null, self.controls = run_on_all(self._read)
 

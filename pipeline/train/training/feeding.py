@@ -1,7 +1,7 @@
 """Feed a run with microbatches; all processes decide alike whether the next step takes place.
 
-`Feed` yields each step's microbatches once every process has its part. If one cannot read its part, or too many samples
-are substitutes, iteration ends on all processes before that step, since a process without a batch cannot take part in
+`Feed` yields each step's microbatches once every process has its share. If one cannot read it, or too many samples
+are substitutes, iteration ends on all processes before that step, since a process without a batch cannot join
 a step's collectives and a begun update cannot be undone. So the last step can be saved; `raise_failure` then raises the
 reason, with the same message everywhere.
 Price: one gloo reduction of three numbers per step.
@@ -31,7 +31,7 @@ MIN_SAMPLES = 200
 MOST = 0.05
 """The run ends if more than this share of the samples are substitutes."""
 WARN_AT = 0.2
-"""A warning is printed at this part of `MOST`."""
+"""A warning is printed at this share of `MOST`."""
 
 Mark = TypeVar("Mark")
 
@@ -78,22 +78,22 @@ class Feed(Generic[Mark]):
             self.group = dist.new_group(backend="gloo", timeout=timeout)
 
     def __iter__(self) -> Iterator[tuple[float, list[Batch], Mark]]:
-        """(seconds that this process waited for its part, its microbatches, the state after them)."""
+        """(seconds that this process waited for its share, its microbatches, the state after them)."""
         while True:
-            began, part = time.perf_counter(), None
+            began, share = time.perf_counter(), None
             try:
-                part = next(self._steps, None)
+                share = next(self._steps, None)
             except Exception as error:
                 self._error = error
             waited = time.perf_counter() - began
-            samples = 0 if part is None else sum(len(batch.sample_ids) for batch in part[0])
+            samples = 0 if share is None else sum(len(batch.sample_ids) for batch in share[0])
             failed, read, replaced = self._sum(float(self._error is not None), samples, self._replaced())
             if failed or not self.within_limit(int(read), int(replaced)):
                 self.broken = True
                 return
-            if part is None:
+            if share is None:
                 return
-            yield waited, *part
+            yield waited, *share
 
     def raise_failure(self) -> None:
         """Raise, on every process, the first error in rank order that ended the iteration; nothing if the run was only

@@ -1,7 +1,7 @@
 """The journal of a run: one JSON line per logged step (`metrics`), and the same on the terminal.
 
 `Metrics` appends rows to `metrics.jsonl` and prints them, on a terminal as one line that the next row overwrites;
-`read` returns one row per step, that of the last attempt. Its docstring says what a row has.
+`read`, whose docstring says what a row has, returns one row per step, that of the last attempt.
 Why: a killed and resumed run repeats the steps after its last checkpoint, so the file is append-only; `start` rows
 separate the attempts.
 Price: a reader other than `read` has to handle repeated steps.

@@ -42,7 +42,7 @@ LADDER: tuple[Remedy, ...] = (
     *((_of_optimizer(name, record), record.price) for name, record in OPTIMIZERS.items() if record.price),
     (
         {"optim.in_backward": True, "optim.clip": None},
-        "each gradient is freed once used; no clipping, and a process's part of a batch must be one microbatch",
+        "each gradient is freed once used; no clipping, and a process's share of a batch must be one microbatch",
     ),
     ({"precision": "bf16_pure"}, "parameters and moments in bf16, with stochastic rounding"),
     ({"precision": "bf16"}, "half of the activations; rounds"),

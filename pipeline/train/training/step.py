@@ -114,7 +114,7 @@ class TrainStep:
         self._pending: _Pending | None = None
 
     def __call__(self, batches: Sequence[Batch], step: int, *, stop: bool = False) -> Outcome:
-        """Do optimizer step number `step` (1 for the first) on this process's part of the global batch.
+        """Do optimizer step number `step` (1 for the first) on this process's share of the global batch.
 
         Args:
             batches: the microbatches, all of one bucket; every process has the same shapes in the same order.
@@ -168,7 +168,7 @@ class TrainStep:
 
         Raises:
             NonFiniteError: the same message on every process.
-            RuntimeError: the processes had parts of different sizes, so the mean over them is not the batch's.
+            RuntimeError: the processes had shares of different sizes, so the mean over them is not the batch's.
         """
         pending, self._pending = self._pending, None
         if pending is None:

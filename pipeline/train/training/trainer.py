@@ -145,10 +145,10 @@ def _open_run_directory(run: TrainingRun, expected: Compare | None, progress: Li
     return journal
 
 
-def generator_seed(state: LoaderState, step: int, part: int) -> int:
-    """Seed of torch's generators (a model's dropout) before a step, for the processes that read this part of the batch.
+def generator_seed(state: LoaderState, step: int, reader: int) -> int:
+    """Seed of torch's generators (a model's dropout) before a step, for the processes that read one share of a batch.
     A resumed run draws the values of an uninterrupted one, without stored state. state: of the run."""
-    key = f"{state.seed}/{state.phase}/{step}/{part}".encode()
+    key = f"{state.seed}/{state.phase}/{step}/{reader}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
@@ -169,7 +169,7 @@ class Loop:
         self.run, self.context, self.train = run, context, context.train
         self.step, self.journal, self.stop, self.lock = run.step, journal, stop, lock
         self.throughput = Throughput(context.train, run.trainable.spec, context.layout, context.device, context.log)
-        self.part = context.layout.data_rank(dist.get_rank())
+        self.reader = context.layout.data_rank(dist.get_rank())
         task, contents = context.task, {**run.identity, "config": context.task.written.tree}
         self.saver = checkpoint.Saver(
             context.folder / "checkpoints", contents, self.train, context.log, lock, run.began_from, task.patience_s
@@ -242,7 +242,7 @@ class Loop:
         return optimizers.learning_rate(train.optim, step - 1, train.steps, train.numerics)
 
     def _seed(self, step: int) -> None:
-        seed = generator_seed(self.context.task.first_state, step, self.part)
+        seed = generator_seed(self.context.task.first_state, step, self.reader)
         torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for every kind of device each time
         if self.context.device.type == "cuda":
             torch.cuda.manual_seed(seed)

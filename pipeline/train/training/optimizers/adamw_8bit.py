@@ -115,7 +115,7 @@ def _identities(state_dict: dict[str, Any]) -> list[Any]:
 
 
 def _zeros(parameter: Tensor, signed: bool) -> Tensor:
-    """A zero moment for this process's part of a parameter."""
+    """A zero moment for this process's shard of a parameter."""
     shard = local(parameter.detach())
     if shard.numel() >= _SMALLEST and shard.numel() % BLOCK == 0:
         return OptimState8bit.zeros(shard.shape, signed, BLOCK, shard.device, dtype=torch.float32)

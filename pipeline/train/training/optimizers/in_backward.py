@@ -17,14 +17,14 @@ from pipeline.train.config import TrainConfig
 from pipeline.train.parallel.parallelize import ParallelModel
 
 
-def check(train: TrainConfig, batch: int, parts: int) -> None:
-    """Refuse a largest global batch that, divided into so many parts, needs several microbatches on a process."""
-    share = -(-batch // parts)
+def check(train: TrainConfig, batch: int, shares: int) -> None:
+    """Refuse a largest global batch that, divided into so many shares, needs several microbatches on a process."""
+    share = -(-batch // shares)
     if train.optim.in_backward and share > train.microbatch:
         raise ConfigError(
-            "train.optim.in_backward needs a process's part of a batch in one microbatch",
-            expected=f"train.microbatch = {share} or more (batch {batch} in {parts} part(s)), or bucket.batch = "
-            f"{train.microbatch * parts} or less",
+            "train.optim.in_backward needs a process's share of a batch in one microbatch",
+            expected=f"train.microbatch = {share} or more (batch {batch} in {shares} share(s)), or bucket.batch = "
+            f"{train.microbatch * shares} or less",
             found=f"train.microbatch = {train.microbatch}",
             fix=f"--set train.microbatch={share}, or --set train.optim.in_backward=false",
         )
