@@ -60,7 +60,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """What planning a source gives every process, as JSON values.
+    """The result of planning a source, for every process, as JSON values.
 
     Attributes:
         table: digest of the scan's table.
