@@ -39,7 +39,7 @@ PROMPTED = ("astronaut", "galaxies", "tissue", "retina")
 """The square photographs; their captions are drawn during training."""
 ROUND_STEPS, QUICK_STEPS = {"round1": 500, "round2": 350}, 10
 VALIDATIONS, DRAWINGS = 4, 2
-"""The validations of a round, besides those before its first step."""
+"""The validations of a round, without those before its first step."""
 
 
 def run(out: Path, quick: bool = False) -> int:

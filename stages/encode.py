@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import click
-import pyarrow as pa
 
 from pipeline.base import launch, retrying
 from pipeline.base.amounts import amount
@@ -28,10 +27,18 @@ from pipeline.data import signals
 from pipeline.data.cache import copies, layout
 from pipeline.data.cache import prompts as prompt_sets
 from pipeline.data.cache.cache import Cache, WorkList
-from pipeline.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding, caption_of
+from pipeline.data.cache.encodings import CaptionEncoding, Encoding, caption_of
 from pipeline.data.cache.files import Files
 from pipeline.data.encoders.text import count_rows
-from pipeline.data.encoding import estimate, image_batch, last_scan, refusals, scan_rows, understood, unit_encoder
+from pipeline.data.encoding import (
+    estimate,
+    image_batch,
+    refusals,
+    scan_rows,
+    source_plan,
+    understood,
+    unit_encoder,
+)
 from pipeline.data.encoding import plan as planning
 from pipeline.data.encoding import prompts as prompt_lists
 from pipeline.data.encoding import rejects as rejecting
@@ -41,6 +48,7 @@ from pipeline.data.encoding.encoder_settings import EncoderSettings
 from pipeline.data.encoding.fragments import Fragments, ScanSuperseded
 from pipeline.data.encoding.reading import Reading
 from pipeline.data.encoding.rejects import Rejects
+from pipeline.data.encoding.source_plan import SourcePlan, WorkLists
 from pipeline.data.encoding.unit_encoder import UnitEncoder
 from pipeline.data.images import buckets
 from pipeline.data.signals import PictureSignal
@@ -115,7 +123,7 @@ def run(
                         asked = prompt_sets.TRIGGER, prompt_lists.of_trigger(prefix)
                     done = _run(config, reading, source, rehash, share, engine, stop, asked)
         except Stopped:
-            click.echo(f"stopped by {stop.name}; no unfinished work was left: run the same command again to continue")
+            click.echo(f"stopped by {stop.name}; no unit of work is half done: run the same command again to continue")
             done = {"stopped": stop.name}
     if as_json:
         click.echo(json.dumps(done))
@@ -254,77 +262,15 @@ class EncodeRun(_TextRun):
     table: list[buckets.Shape]
 
     @property
+    def inputs(self) -> source_plan.Inputs:
+        """The part of this state that planning reads."""
+        fitting = partial(_fitting, self.config, self.engine)
+        return source_plan.Inputs(self.cache, self.source, self.reading, self.encodings, self.table, fitting)
+
+    @property
     def pictures(self) -> list[PictureSignal]:
-        """The kinds of picture records. The first is made first, and those without a model from the same pixels."""
-        return [encoding for encoding in self.encodings if isinstance(encoding, PictureSignal)]
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """The result of planning for every process, as JSON values.
-
-    Attributes:
-        table: digest of the scan's table.
-        items: in the scan; rejects: those of them that the scan rejected; faults: rejects that no setting asked for.
-        missing: usable pictures of the last scan that are not there now.
-        ignored: as `Source.ignored`, its fields by name.
-        new, reused: records by noun.
-        plans: number of plans by encoding.
-        taken: as `Understood.summary`.
-        fit: as `Understood.remarks` and `surveying.fit_notes`.
-    """
-
-    table: str
-    items: int
-    rejects: int
-    faults: int
-    missing: int
-    ignored: dict[str, Any]
-    new: dict[str, int]
-    reused: dict[str, int]
-    plans: dict[str, int]
-    taken: list[str]
-    fit: list[str]
-
-
-class _Work:
-    """The table and the work lists of a scan. A process that did not plan reads what it needs from the cache.
-
-    Args:
-        table: the scan's, if it is at hand, or its digest.
-
-    Attributes:
-        plans: of each encoding, by name.
-    """
-
-    def __init__(self, run: EncodeRun, table: pa.Table | str):
-        self._run, self._table = run, table
-        self._all: dict[str, pa.Table] = {}
-        self.plans: dict[str, list[WorkList]] = {}
-
-    def table(self, columns: list[str] | None = None) -> pa.Table:
-        """The scan's table, or some of its columns."""
-        if isinstance(self._table, str):
-            return self._run.cache.table(self._table, columns)
-        return self._table if columns is None else self._table.select(columns)
-
-    def all(self, encoding: Encoding) -> pa.Table:
-        """The work list of an encoding, which stays at hand."""
-        self._all[encoding.kind] = self._list(encoding, None)
-        return self._all[encoding.kind]
-
-    def of(self, encoding: Encoding, keys: Iterable[str]) -> pa.Table:
-        """The rows of some keys (hex)."""
-        if (work := self._all.get(encoding.kind)) is not None:
-            return work.filter(planning.has_key(work, keys))
-        return self._list(encoding, list(keys))
-
-    def _list(self, encoding: Encoding, only: list[str] | None) -> pa.Table:
-        run, scratch = self._run, self._run.cache.files.scratch
-        if isinstance(encoding, CaptionEncoding):
-            return planning.caption_work(self.table(["captions", "reject"]), encoding, scratch, only)
-        assert isinstance(encoding, PictureEncoding)
-        return planning.image_work(self.table(planning.SCANNED), run.source.name, encoding, run.table, scratch, only)
+        """The kinds of picture records, as `Inputs.pictures`."""
+        return self.inputs.pictures
 
 
 Lines = list[tuple[int, str]]
@@ -420,7 +366,7 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
     fragments = Fragments(cache, source.name, run.worker)
     planned, work = _planned(run, rehash, fragments)
     prompts = None if asked is None else _prompts(run, asked[1])
-    further = 0 if prompts is None else planning.count_missing(cache, run.text, prompts.work)[0]
+    new_prompts = 0 if prompts is None else planning.count_missing(cache, run.text, prompts.work)[0]
     try:
         made, idle = _encode(run, planned, work, prompts)
     finally:  # the scan is published, even if a signal ends the encoding
@@ -431,7 +377,7 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
     rejects = Rejects(work.table, planned.rejects, failed)
     path = rejecting.write(cache, source.name, rejects)
     if rejects:
-        click.echo(f"{len(rejects)} rejected; each with its reason in {cache.files.where(path)}")
+        click.echo(f"{len(rejects)} items are rejected, each with its reason in {cache.files.where(path)}")
         for line in Kinds.of(rejects).lines():
             click.echo(line)
     for index in [] if idle else [cache.index(encoding.name) for encoding in run.encodings]:
@@ -439,9 +385,7 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
         click.echo(f"{index.kind} store: {len(index)} records in {len(index.shards)} shards, {size}")
     left = sum(part.left for part in made.values())
     if left:
-        click.echo(
-            f"{left} parts of the work were not done here: other workers have them, or they wait for another source"
-        )
+        click.echo(f"{left} units of work were not done here: other workers have them, or they wait for another source")
     published = {} if asked is None or prompts is None else _publish_prompts(run, asked[0], prompts)
     most = run.config.encode.max_reject_rate
     rejecting.check(cache, source, planned.items, rejects, planned.faults + len(failed), most)
@@ -454,22 +398,22 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
         "reused": planned.reused,
         "missing": planned.missing,
         "speed": {noun: part.speed for noun, part in made.items()},
-        **({"prompts": {**published, "new": further}} if published else {}),
+        **({"prompts": {**published, "new": new_prompts}} if published else {}),
     }
 
 
-def _planned(run: EncodeRun, rehash: bool, fragments: Fragments) -> tuple[_Planned, _Work]:
+def _planned(run: EncodeRun, rehash: bool, fragments: Fragments) -> tuple[SourcePlan, WorkLists]:
     """Scan and plan, in one process of those that share the work."""
-    stop, look = run.worker.stop, scan_rows.from_bytes
+    stop, look, inputs = run.worker.stop, scan_rows.from_bytes, run.inputs
     settings = surveying.ScanSettings(run.config.data, run.config.encode.workers, run.table, rehash)
-    works: list[_Work] = []
+    works: list[WorkLists] = []
 
     def plan(scan: scanning.Scan, bar: Progress) -> dict[str, Any]:
         with stop.polite():
             table = scan.table()
         bar.end()
-        works.append(_Work(run, table))
-        return vars(_plan(run, table, works[0]))
+        works.append(WorkLists(inputs, table))
+        return vars(source_plan.publish_scan(inputs, table, works[0]))
 
     def help(scan: scanning.Scan) -> None:
         with stop.polite():
@@ -479,104 +423,21 @@ def _planned(run: EncodeRun, rehash: bool, fragments: Fragments) -> tuple[_Plann
         begun = surveying.scanning_of(run.source, run.cache, settings, look, fragments)
         with suppress(ScanSuperseded), begun as (scan, bar):
             if run.worker.tasks == 1:
-                planned = _Planned(**plan(scan, bar))
+                planned = SourcePlan(**plan(scan, bar))
             else:
                 with stop.polite():
-                    identity = layout.digest(scan.id, _decisive(run)).hex()
+                    identity = layout.digest(scan.id, source_plan.decisive(inputs)).hex()
                 make, assist = partial(plan, scan, bar), partial(help, scan)
-                planned = _Planned(**fragments.once(identity, make, assist, scan.scans))
-            return planned, works[0] if works else _opened(run, planned)
+                planned = SourcePlan(**fragments.once(identity, make, assist, scan.scans))
+            return planned, works[0] if works else source_plan.opened(inputs, planned)
 
 
-_DECISIVE = ("image_batch", "max_shrink", "max_reject_rate")
-"""Settings of `encode` that decide a plan, or whether there is one."""
-
-
-def _decisive(run: EncodeRun) -> bytes:
-    """Return what decides a plan besides the scan."""
-    data, encode = run.config.data.model_dump(mode="json"), run.config.encode.model_dump(mode="json")
-    encodings = [encoding.name for encoding in run.encodings]
-    settings = [planning.captions_of_batch(run.config.encode), *(encode[name] for name in _DECISIVE)]
-    return layout.canonical(["plan-2", encodings, run.table, data, settings])
-
-
-def _opened(run: EncodeRun, planned: _Planned) -> _Work:
-    """Open what another process has planned."""
-    run.source.ignored = Kinds(**planned.ignored)
-    work = _Work(run, planned.table)
-    for encoding, count in planned.plans.items():
-        work.plans[encoding] = [run.cache.plan(encoding, number) for number in range(count)]
-    return work
-
-
-def _plan(run: EncodeRun, table: pa.Table, work: _Work) -> _Planned:
-    """Check and publish a scan, and plan what it lacks."""
-    config, cache, source = run.config, run.cache, run.source
-    missing = last_scan.count_missing(cache, source, table, config.encode.max_shrink)
-    faults = rejecting.faults(table)
-    rejects = len(table) - table.column("reject").null_count
-    most = config.encode.max_reject_rate
-    taken = understood.of(source, table, config.data)
-    rejecting.check(cache, source, table.num_rows, Rejects(work.table, rejects), faults, most, taken.remedy)
-    refusals.refuse(taken, run.reading.given, table, cache)
-    digest = cache.put_table(table)
-    cache.add_scan(
-        source.name,
-        {
-            "table": digest,
-            "encodings": {encoding.kind: encoding.name for encoding in run.encodings},
-            "buckets": [list(shape) for shape in run.table],
-            **source.document(),
-            **run.reading.document(),
-        },
-    )
-    lists = {encoding: work.all(encoding) for encoding in run.encodings}
-    counts = {_noun(encoding): planning.count_missing(cache, encoding, rows) for encoding, rows in lists.items()}
-    work.plans[run.text.name] = planning.plan_captions(cache, run.text, lists[run.text], config.encode)
-    lead, *further = run.pictures
-    work.plans[lead.name] = _plan_images(run, lead, lists[lead])
-    for encoding in further:
-        if encoding.shares_pixels:
-            planning.plan_following(cache, encoding, work.plans[lead.name])
-        work.plans[encoding.name] = _plan_images(run, encoding, lists[encoding])
-    return _Planned(
-        table=digest,
-        items=table.num_rows,
-        rejects=rejects,
-        faults=faults,
-        missing=missing,
-        ignored=vars(source.ignored),
-        new={noun: missing for noun, (missing, _) in counts.items()},
-        reused={noun: reused for noun, (_, reused) in counts.items()},
-        plans={encoding: len(plans) for encoding, plans in work.plans.items()},
-        taken=taken.summary(config.data, run.text.normalisation),
-        fit=[*taken.remarks(config.data), *surveying.fit_notes(table, run.table, config.data)],
-    )
-
-
-def _noun(encoding: Encoding) -> str:
-    """Return what the records of an encoding are called in the result."""
-    assert isinstance(encoding, signals.Signal)
-    return encoding.noun
-
-
-def _plan_images(run: EncodeRun, encoding: PictureSignal, work: pa.Table) -> list[WorkList]:
-    fitting = None  # with Ray the pictures are encoded on other machines
-    if run.engine == "local":
-        footprint = partial(encoding.footprint, signals.Encoders(run.config.vae, run.config.text))
-        fitting = image_batch.fitting(footprint, lambda: unit_encoder.device(run.config.encode.device))
-    return planning.plan_images(run.cache, encoding, work, run.config.encode, fitting)
-
-
-def _summary(run: EncodeRun, planned: _Planned) -> list[str]:
-    """Say what the source has, for people."""
-    new, reused = planned.new, planned.reused
-    return [
-        f"source {run.source.name!r}: {planned.items} items, {planned.rejects} rejected by the scan",
-        *estimate.column_lines(sorted(run.source.picture_columns)),
-        f"pictures: {new['images']} new, {reused['images']} reused, {planned.missing} missing",
-        *(f"{noun}: {count} new, {reused[noun]} reused" for noun, count in new.items() if noun != "images"),
-    ]
+def _fitting(config: Config, engine: str, encoding: PictureSignal) -> image_batch.Fitting | None:
+    """The limit on a batch of pictures on this machine; None: with Ray the pictures are encoded on other machines."""
+    if engine != "local":
+        return None
+    footprint = partial(encoding.footprint, signals.Encoders(config.vae, config.text))
+    return image_batch.fitting(footprint, lambda: unit_encoder.device(config.encode.device))
 
 
 @dataclass(frozen=True)
@@ -591,7 +452,7 @@ class Made:
 
 
 def _encode(
-    run: EncodeRun, planned: _Planned, work: _Work, prompts: prompt_lists.PromptWork | None
+    run: EncodeRun, planned: SourcePlan, work: WorkLists, prompts: prompt_lists.PromptWork | None
 ) -> tuple[dict[str, Made], bool]:
     """Encode captions, then pictures. Prompts are planned by themselves, so they do not change the captions' units.
 
@@ -605,9 +466,9 @@ def _encode(
     image_plans = [plan for encoding in run.pictures for plan in work.plans[encoding.name]]
     idle = not any(planned.new.values()) and not missing_units(cache, [*text_plans, *image_plans])
     if idle:
-        click.echo("; ".join([*_summary(run, planned), "nothing to do"]))
+        click.echo("; ".join([*planned.summary(run.source), "nothing to do"]))
     else:
-        click.echo("\n".join([*_summary(run, planned), *planned.taken]))
+        click.echo("\n".join([*planned.summary(run.source), *planned.taken]))
     for line in planned.fit + estimate.ignored_lines(run.source.ignored):
         click.echo(line)
 
@@ -630,7 +491,9 @@ def _encode(
             if not idle:
                 moved = planning.retryable_at_another_place(cache, encoding, partial(work.of, encoding))
             if moved is not None:
-                more = _encode_pictures(run, _plan_images(run, encoding, moved), missing, make, encoding.noun)
+                more = _encode_pictures(
+                    run, source_plan.plan_images(run.inputs, encoding, moved), missing, make, encoding.noun
+                )
                 pictures = replace(pictures, records=pictures.records + more.records, left=pictures.left + more.left)
             made[encoding.noun] = replace(pictures, records=pictures.records + following[encoding.kind])
             following += pictures.following
@@ -644,7 +507,9 @@ def _encode_pictures(
     lead = run.pictures[0].name
     lead_made = {(plan.encoding, plan.number): planning.lead_made(run.cache, plan, lead) for plan in plans}
     ready = [(plan, unit) for plan, unit in todo if lead_made[plan.encoding, plan.number](unit)]
-    ready = _readable(run.cache, ready, run.source.name)
+    ready, waiting = source_plan.readable(run.cache, ready, run.source.name)
+    for line in waiting:
+        click.echo(line)
     pictures = make(ready, noun)
     claims.sweep(run.cache, plans)
     missing(plans)
@@ -657,7 +522,7 @@ def _tasks(index: int | None, count: int | None, engine: str) -> tuple[int, int]
     if index is None or count is None:
         index, count = launch.share_of_work()
     if not 0 <= index < count:
-        raise UserError("--task-index must be between 0 and --task-count - 1", found=f"{index} of {count}")
+        raise UserError("--task-index must be from 0 to --task-count - 1", found=f"index {index} of {count} tasks")
     if engine == "ray" and count > 1:
         raise UserError(
             "with --engine ray one process hands out all units",
@@ -712,7 +577,7 @@ def _ray(run: _TextRun) -> Iterator[Make]:
         yield make
 
 
-def ray_encoder(config_json: str, source_names: tuple[str, ...], beside: tuple[str, ...]) -> UnitEncoder:
+def ray_encoder(config_json: str, source_names: tuple[str, ...], following: tuple[str, ...]) -> UnitEncoder:
     """Build the encoder of a Ray worker process.
 
     The sources are not listed again: their items are known from the scan.
@@ -720,13 +585,13 @@ def ray_encoder(config_json: str, source_names: tuple[str, ...], beside: tuple[s
     Args:
         config_json: the configuration of the driver.
         source_names: of the sources that pictures are read from.
-        beside: names of the encodings that `UnitEncoder` calls so.
+        following: names of the encodings whose records are made with others, from the same pixels.
     """
     launch.prefer_expandable_segments()
     config = Config.model_validate_json(config_json)
     cache = cache_location(config).open()
     sources = {name: scanning.reopen(cache, name, config.data) for name in source_names}
-    encodings = [cache.encoding(name) for name in beside]
+    encodings = [cache.encoding(name) for name in following]
     return UnitEncoder(_encoder_settings(config), cache, sources, encodings, check=True)
 
 
@@ -735,22 +600,7 @@ ENGINES: dict[str, Callable[[_TextRun], AbstractContextManager[Make]]] = {"local
 
 def _report_captions(meter: Meter) -> None:
     if meter.unshared:
-        click.echo(f"{meter.unshared} captions changed the instruction's own tokens and were encoded in full")
+        click.echo(f"{meter.unshared} captions change tokens of the instruction in front of them: encoded in full")
     if meter.truncated:
         what = "captions had more tokens than text.max_length keeps and were cut at the end"
         click.echo(f"{meter.truncated} {what}", err=True)
-
-
-def _readable(cache: Cache, todo: Work, name: str) -> Work:
-    """The units whose pictures are all of source `name`; prints which source each of the others waits for."""
-    ready = []
-    for plan, unit in todo:
-        rows = cache.unit_rows(plan, unit)
-        others = set(rows.column("source").to_pylist()) - {name}
-        if others:
-            click.echo(
-                f"{len(rows)} pictures wait for source {', '.join(sorted(others))}: encode that source to finish them"
-            )
-        else:
-            ready.append((plan, unit))
-    return ready

@@ -25,31 +25,28 @@ from pipeline.base.disk import replacing
 from pipeline.base.errors import UserError, escaped, writing
 from pipeline.base.gpus import CPU, GIB
 from pipeline.base.launch import Launch, gpus, unusable
-from pipeline.base.options import value_at, within
 from pipeline.base.processes import shown
-from pipeline.base.yaml_text import as_yaml, from_yaml
-from pipeline.config import LOCAL_NAME, Config, load, load_given, read_tree, validated
+from pipeline.base.yaml_text import from_yaml
+from pipeline.config import LOCAL_NAME, Config, load, read_tree, validated
 from pipeline.data.cache.cache import check_source_name
 from pipeline.data.cache.files import Files
 from pipeline.data.cache.keys import fixed
 from pipeline.data.encoders.text_kind import max_length, normalisation
-from pipeline.data.encoding import estimate, refusals, scan_rows, survey, understood
+from pipeline.data.encoding import estimate, refusals, scan_rows
+from pipeline.data.encoding.look import Looked, check_usable
 from pipeline.data.encoding.picture_commands import ALL_PICTURES
 from pipeline.data.encoding.reading import settles
 from pipeline.data.encoding.regularisation import class_of, places_of
-from pipeline.data.encoding.understood import Understood
+from pipeline.data.encoding.survey import ScanSettings
 from pipeline.data.images import buckets
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
 from pipeline.data.snapshots.selection import is_held_out
-from pipeline.data.sources import controls_and_masks, name_patterns
+from pipeline.data.sources import name_patterns
 from pipeline.data.sources.detect import open_source
-from pipeline.data.sources.reject_kinds import Kinds
-from pipeline.data.sources.source import Place, Source
-from pipeline.tools.planning import auto, extent, predict, recommend
+from pipeline.data.sources.source import Place
+from pipeline.tools.planning import auto, predict, recommend
+from pipeline.tools.planning.expected import disk_lines, run_lines
 from pipeline.tools.planning.predict import Data, Machine
-from pipeline.tools.planning.recommend import Choice, Facts, Recommendation
-from pipeline.tools.planning.search import Search
+from pipeline.tools.planning.recommend import Facts, Recommendation
 
 PROMPTS = "prompts.txt"
 COUNTED = 200
@@ -94,24 +91,26 @@ def run(data: Sequence[str], options: Options) -> int:
             raise UserError(
                 "two sources have the same name", found=name, fix="rename a folder; its name is the source's"
             )
-    looked = [_Looked.of(config, each) for each in data]
-    for line in [*_sources(looked), *_card(machine)]:
+    shapes = buckets.table(config.data, predict.COMPRESSION)
+    settings = ScanSettings(config.data, config.encode.workers, shapes)
+    looked = [Looked.of(each, settings, config.patience_s) for each in data]
+    for line in [*(line for each in looked for line in each.lines()), *_card(machine)]:
         click.echo(line)
     for each in looked:
         _refuse(config, each, data, options)
-    _check_usable(looked)
+    check_usable(looked)
     trigger = None if options.trigger is None else " ".join(options.trigger.split())
     subject = _subject(looked, trigger)
     made = recommend.recommend(_facts(config, subject, machine, options.gpus or 1), options.purpose, trigger or None)
     _add_reading(made, looked, data)
-    _override(made, options.overrides)
-    text = _text(made, data, options)
+    made.override(options.overrides)
+    text = made.file(shown("init", *_words(data, options)))
     written = validated(from_yaml(text), options.out, {text.partition("=")[0]: text for text in options.overrides})
     regularisation = [each for each in looked if each not in subject]
     lines = [line for each in looked if each in subject for line in _taken(each, written)]
     lines += made.notes
-    lines.append(f"  {_origin(made)}; what is changed for these pictures and this card:")
-    lines += [_line(choice) for choice in made.choices]
+    lines.append(f"  {made.origin}; what is changed for these pictures and this card:")
+    lines += [choice.line() for choice in made.choices]
     lines += expected(written, made, looked, machine)
     lines += _write(options, text, made)
     lines += [line for each in regularisation for line in _regularisation(each, written, options)]
@@ -131,58 +130,7 @@ def _check_replaced(out: Path) -> None:
         raise UserError(f"{out} exists and is not a configuration of sana-pipe", fix="--out FILE writes another file")
 
 
-@dataclass(frozen=True)
-class _Looked:
-    """A source and its scan by headers. The caption of a picture without one is empty.
-
-    Attributes:
-        data: as `--data` names it.
-        field: the column of its captions, where it is not that of the configuration.
-        taken: what the scan was taken for.
-    """
-
-    data: str
-    source: Source
-    table: pa.Table
-    taken: Understood
-    field: str | None = None
-
-    @classmethod
-    def of(cls, config: Config, data: str, field: str | None = None) -> _Looked:
-        """Scan a source; again, if its captions are in another column."""
-        of_source = config.data if field is None else config.data.model_copy(update={"caption_field": field})
-        source = open_source(data, of_source, patience_s=config.patience_s)
-        offered, shapes = source.rule.offered, buckets.table(config.data, predict.COMPRESSION)
-        try:
-            settings = survey.ScanSettings(config.data, config.encode.workers, shapes)
-            with survey.scanning_of(source, None, settings, scan_rows.from_header) as (scanned, _):
-                table = scanned.table()
-        except UserError:
-            if field is not None or not offered or not source.rule.is_default:
-                raise
-        else:
-            if field is not None or not offered or not source.rule.is_default:
-                is_chosen = field is None and not source.rule.is_default
-                return cls(data, source, table, understood.of(source, table, of_source, is_chosen), field)
-        return cls.of(config, data, source.rule.likely(sorted(offered)))
-
-    @property
-    def usable(self) -> pa.Table:
-        return self.table.filter(pc.is_null(self.table.column("reject")))
-
-    @property
-    def rejected(self) -> Kinds:
-        """Rejects, by reason."""
-        rejected, refused = Kinds(), self.table.filter(pc.is_valid(self.table.column("reject")))
-        rejected.add(zip(*(refused.column(name).to_pylist() for name in ("item", "reject")), strict=True))
-        return rejected
-
-    def captions(self) -> pa.Array:
-        """The first caption of each usable picture."""
-        return pc.struct_field(pc.list_element(self.usable.column("captions").combine_chunks(), 0), "text")
-
-
-def _refuse(config: Config, each: _Looked, data: Sequence[str], options: Options) -> None:
+def _refuse(config: Config, each: Looked, data: Sequence[str], options: Options) -> None:
     """Raises a UserError for pictures that are likely masks, control pictures or regularisation pictures, and for files
     that are likely captions."""
     refusals.check_loose(each.taken)
@@ -218,14 +166,14 @@ def _refuse(config: Config, each: _Looked, data: Sequence[str], options: Options
         )
 
 
-def _subject(looked: Sequence[_Looked], trigger: str | None) -> list[_Looked]:
+def _subject(looked: Sequence[Looked], trigger: str | None) -> list[Looked]:
     """The sources that get the trigger word: all but those of regularisation pictures."""
     others = [each for each in looked if not name_patterns.is_regularisation(each.source.name)]
     needs_word = trigger is not None or not any(each.taken.captioned for each in others)
     return others if others and needs_word else list(looked)
 
 
-def _regularisation(each: _Looked, config: Config, options: Options) -> list[str]:
+def _regularisation(each: Looked, config: Config, options: Options) -> list[str]:
     """Say how a source of regularisation pictures is encoded: without the trigger word."""
     trigger = config.data.caption_prefix or config.data.caption or ""
     what = (
@@ -240,7 +188,7 @@ def _regularisation(each: _Looked, config: Config, options: Options) -> list[str
     return [f"{what}. First, for those without a caption: {shown(*words)}"]
 
 
-def _add_reading(made: Recommendation, looked: Sequence[_Looked], data: Sequence[str]) -> None:
+def _add_reading(made: Recommendation, looked: Sequence[Looked], data: Sequence[str]) -> None:
     """Put the column of the captions among the choices, and what uses the masks.
 
     Raises:
@@ -265,12 +213,12 @@ def _add_reading(made: Recommendation, looked: Sequence[_Looked], data: Sequence
         )
 
 
-def _taken(each: _Looked, config: Config) -> list[str]:
+def _taken(each: Looked, config: Config) -> list[str]:
     """Say what a source was taken for, with captions as the file makes them."""
     return each.taken.lines(config.data, normalisation(config.text))
 
 
-def _facts(config: Config, looked: Sequence[_Looked], machine: Machine | None, gpus: int) -> Facts:
+def _facts(config: Config, looked: Sequence[Looked], machine: Machine | None, gpus: int) -> Facts:
     usable = pa.concat_tables([each.usable for each in looked])
     sized = usable.filter(pc.is_valid(usable.column("width")))
     heights, widths = (sized.column(side).to_numpy().astype(np.int64) for side in ("height", "width"))
@@ -293,7 +241,7 @@ def _facts(config: Config, looked: Sequence[_Looked], machine: Machine | None, g
     )
 
 
-def _held_out(config: Config, looked: Sequence[_Looked]) -> int:
+def _held_out(config: Config, looked: Sequence[Looked]) -> int:
     """Count how many of a few pictures the share of `recommend.HELDOUT` holds out: their digests decide."""
     digests = [
         digest
@@ -322,33 +270,6 @@ def _machine(options: Options) -> Machine | None:
     return replace(here, gpus=options.gpus or there.count)
 
 
-def _override(made: Recommendation, overrides: tuple[str, ...]) -> None:
-    """Put the options of `--set` behind the choices, in whose place they are."""
-    given = load_given(made.models, overrides)[1]
-    for option in given.overridden:
-        replaced = (option, "train.steps") if option == "train.epochs" else (option,)
-        made.choices = [c for c in made.choices if not any(within(c.option, each) for each in replaced)]
-        made.choices.append(Choice(option, value_at(given.tree, option), "as asked by --set"))
-
-
-def _origin(made: Recommendation) -> str:
-    """The shipped configurations that the file is made of."""
-    models = f" with the models of configs/{made.models}.yaml" if made.is_mixed else ""
-    return f"from configs/{made.base}.yaml{models}"
-
-
-def _text(made: Recommendation, data: Sequence[str], options: Options) -> str:
-    """The file: the shipped configuration with what differs, each below its reason."""
-    words = shown("init", *_words(data, options))
-    head = [
-        f"# {made.purpose} at {made.resolution} px, written by: {escaped(words)}",
-        f"# {_origin(made)}.",
-        "# Its head has expected figures. What init changed stands below its reason. A start, not an optimum;",
-        "# sana-pipe config lists every option.",
-    ]
-    return "\n".join(head) + "\n\n" + made.text()
-
-
 def _words(data: Sequence[str], options: Options) -> list[str]:
     """The words of the command that say what to make of what."""
     words = [word for each in data for word in ("--data", each)]
@@ -362,44 +283,11 @@ def _write(options: Options, text: str, made: Recommendation) -> list[str]:
             work.write_text(text, encoding="utf-8")
         prompts = options.out.with_name(PROMPTS)
         if prompts.exists() and not options.force:
-            return [f"{prompts} is an earlier file and is left unchanged (--force replaces it, too)"]
+            return [f"{prompts} exists already and is left unchanged (--force replaces it, too)"]
         if made.prompts:
             with replacing(prompts) as work:
                 work.write_text("".join(f"{line}\n" for line in made.prompts), encoding="utf-8")
     return []
-
-
-def _line(choice: Choice) -> str:
-    """A choice and its reason."""
-    value = value_at(choice.value, "weights.id") or value_at(choice.value, "id") or choice.value
-    text = as_yaml(value, default_flow_style=True, width=1000, sort_keys=False, allow_unicode=True)
-    return f"  {choice.option}: {text.removesuffix('...' + chr(10)).strip()}   ({choice.why.replace('`', '')})"
-
-
-def _check_usable(looked: Sequence[_Looked]) -> None:
-    """Raise a UserError, with the reasons, if no picture is usable."""
-    if looked and not any(each.usable.num_rows for each in looked):
-        reasons = [line.strip() for each in looked for line in each.rejected.ranked().lines()]
-        advice = [
-            each.taken.remedy or controls_and_masks.remedy(each.source.controls_and_masks, each.rejected.counts)
-            for each in looked
-        ]
-        raise UserError(
-            "no picture is usable",
-            expected="pictures with captions, or with the trigger word in their place",
-            found="; ".join(reasons) or "no picture",
-            fix="; ".join(filter(None, advice)) or "fix the causes above, then run the same command again",
-        )
-
-
-def _sources(looked: Sequence[_Looked]) -> list[str]:
-    """Say what each source holds, and why items of it cannot be used."""
-    lines = []
-    for each in looked:
-        rejected = each.rejected
-        lines.append(f"source {each.source.name!r}: {each.usable.num_rows} usable pictures, {rejected.total} rejects")
-        lines += [*rejected.ranked().lines(), *estimate.ignored_lines(each.source.ignored)]
-    return lines
 
 
 def _card(machine: Machine | None) -> list[str]:
@@ -409,51 +297,21 @@ def _card(machine: Machine | None) -> list[str]:
     return [f"card: {machine.gpus} x {amount(machine.memory)} ({name})"]
 
 
-def expected(config: Config, made: Recommendation, looked: Sequence[_Looked], machine: Machine | None) -> list[str]:
+def expected(config: Config, made: Recommendation, looked: Sequence[Looked], machine: Machine | None) -> list[str]:
     """Memory, time and disk space, by what `plan` and `encode --dry-run` compute.
 
     Raises:
         NothingFitsError: nothing fits into the card, as predicted.
     """
-    data = replace(
-        Data.configured(config.model, config.data, config.bucket, max_length(config.text)), samples=made.trained
-    )
+    longest = max_length(config.text)
+    data = replace(Data.configured(config.model, config.data, config.bucket, longest), samples=made.trained)
     shape = predict.architecture(config.model, config.data.resolution, data)
-    lines, step = list[str](), None
-    if machine is not None and not machine.card.supports(config.train.precision):
-        lines.append(
-            f"warning: {machine.card.name} has no bf16, so memory and speed are not predicted "
-            "(--set train.precision=fp32, or another card)"
-        )
-    elif machine is not None:
-        search = Search(shape, data, machine, config.supports)
-        decided, lines = auto.decide(config.train, machine, lambda: search)
-        layout_of_run = predict.check(decided, shape, data, machine.gpus)
-        step = search.candidate(decided, layout_of_run).time.step
-    lines += extent.lines(config.train, shape, data, step)[:1]  # without its warning: the epochs are chosen
-    cache = sum(_cache_bytes(config, each) for each in looked)
-    steps = extent.steps_of(config.train, data)
-    count = 0 if steps is None else extent.kept_checkpoints(config.train, steps)
-    kept = count * predict.checkpoint_bytes(shape, config.train)
+    cache = sum(estimate.likely_bytes(each.table, config.data, longest) for each in looked)
     free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
-    lines.append(f"the cache: about {amount(cache)}, without a tokenizer (sana-pipe encode --dry-run counts)")
-    if free is not None and free < cache + kept:
-        lines.append(
-            f"warning: {amount(free)} are free here, {amount(cache + kept)} are needed: another disk for cache and "
-            "train.output, or a lower train.keep_checkpoints"
-        )
-    return lines
-
-
-def _cache_bytes(config: Config, looked: _Looked) -> int:
-    """Bytes of a source in the cache, by Sana's encoders; tokens by the length of a caption."""
-    latent, text = LatentEncoding(), TextEncoding(max_length=max_length(config.text))
-    work = estimate.wanted(looked.table, None, [latent, text], buckets.table(config.data, latent.compression))
-
-    def count(texts: Sequence[str]) -> list[int]:
-        return [estimate.likely_rows(text, len(each.encode())) for each in texts]
-
-    return estimate.sizes(work, text, count).total
+    return [
+        *run_lines(config.train, shape, data, machine, config.supports),
+        *disk_lines(config.train, shape, data, cache, free),
+    ]
 
 
 def _config(options: Options) -> list[str]:

@@ -70,7 +70,7 @@ def run(
     try:
         made, left = _pack_units(config, packing.Packer(cache, source, plan), stop)
     except Stopped:
-        click.echo(f"stopped by {stop.name}; no unfinished work was left: run the same command again to continue")
+        click.echo(f"stopped by {stop.name}; no unit of work is half done: run the same command again to continue")
         return None
     claims.sweep(cache, [plan])
     report: dict[str, Any] = {"packed_from": source.id, "shards": len(plan.units), "made": made, "left": left}
@@ -85,7 +85,7 @@ def run(
     if as_json:
         click.echo(json.dumps(report))
     elif packed is None:
-        click.echo(f"other processes still pack {left} parts: the last of them publishes the packed snapshot")
+        click.echo(f"other processes are still packing {left} parts: the last of them publishes the packed snapshot")
     else:
         click.echo(f"packed {source.id} into {report['shards']} shards, {amount(report['bytes'])}")
         click.echo(f"snapshot {packed} ({name})")

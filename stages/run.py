@@ -85,8 +85,8 @@ def run(
     if path is None and given.file.name != LOCAL_NAME:
         click.echo(
             f"{given.file.stem} trains the whole model; "
-            f"{shown('init', *(word for each in data for word in ('--data', each)))} writes a file, for a LoRA if the "
-            "pictures are few"
+            f"{shown('init', *(word for each in data for word in ('--data', each)))} writes a configuration for these "
+            "pictures, with a LoRA if they are few"
         )
     steps = list(chain(config, given, path, overrides, data, prompts))
     sampling = _options("sample", given, path, overrides)
@@ -118,16 +118,18 @@ def _decoding(config: Config, options: Sequence[str]) -> Iterator[None]:
         yield
         return
     if free_memory() < 2 * (needed := _decoder_bytes(pictures, config.data.resolution)):
-        click.echo(f"note: pictures are decoded after the training: the decoder takes {amount(needed)} of memory")
+        click.echo(f"note: pictures are decoded after the training: less than twice {amount(needed)} of memory is free")
         yield
         return
     output = config.train.output
-    click.echo(f"pictures while it trains: {output}, folders {run_pictures.FOLDER}")
+    click.echo(f"pictures during the training: {output}, in folders called {run_pictures.FOLDER}")
     watching = ("sample", "--watch", output, *options, "--set", "encode.device=cpu")
     with alongside(command("--quiet", *watching)) as failure:
         yield
         if (why := failure()) is not None:
-            click.echo(f"note: decoding while it trained ended early, the rest is decoded afterwards: {why}", err=True)
+            click.echo(
+                f"note: decoding during the training ended early, so the rest is decoded afterwards: {why}", err=True
+            )
 
 
 def _decoder_bytes(pictures: PicturesConfig, resolution: int) -> int:

@@ -117,7 +117,7 @@ def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
         log(warning)
     if config.train.epochs is not None:
         config = _with_steps(config, opened, 0 if resumed is None else resumed.phase)
-        log(f"{config.train.steps} steps: train.epochs of this snapshot")
+        log(f"{config.train.steps} steps: train.epochs on this snapshot")
     if snapshot is None and continued is not None and continued.state.step >= config.train.steps:
         differing = provenance.since(cache, continued.state.snapshot, cache.snapshot_of("latest"))
         lines = [*changes.of_weights(config.model.weights, continued), *differing]
@@ -194,7 +194,7 @@ def _drawn(
         name = pictures.prompts or (resumed and resumed.as_begun("pictures.prompts"))
         prompts = opening.prompts_to_draw(cache, snapshot, name)
     if not prompts:
-        log("note: no pictures are drawn: all captions are empty (sana-pipe encode --prompts FILE has others)")
+        log("note: no pictures are drawn: all captions are empty (sana-pipe encode --prompts FILE gives prompts)")
         return config.with_train(pictures=None), ()
     log(f"pictures: {prompts.described}, every {pictures.every} steps")
     return config.with_train(pictures=pictures.model_copy(update={"prompts": prompts.name})), prompts.sets
@@ -256,7 +256,7 @@ def _newer(config: Config, cache: Cache, opened: Snapshot, snapshot: str | None)
     if other in (None, opened.id) or snapshot is not None:
         return []
     return [
-        f"the run began with this snapshot and keeps it; the newest is {str(other)[:12]}: to train on that: sana-pipe "
+        f"the run began with this snapshot and keeps it; the newest is {str(other)[:12]}; to train on it: sana-pipe "
         f"train {checkpoint.beginning(Path(config.train.output))}"
     ]
 
@@ -283,7 +283,7 @@ def _with_steps(config: Config, snapshot: Snapshot, phase: int) -> Config:
     steps = Schedule.of(snapshot.head, seed=train.seed, phase=phase).steps_upto(train.epochs)
     if not steps:
         raise ConfigError(
-            f"train.epochs = {train.epochs} of snapshot {snapshot.id[:12]} have no step: no bucket fills a batch",
+            f"train.epochs = {train.epochs} on snapshot {snapshot.id[:12]} makes no step: no bucket fills a batch",
             fix="more train.epochs, train.steps instead, or a snapshot with a smaller bucket.batch",
         )
     return config.with_train(steps=steps, epochs=None)

@@ -236,7 +236,7 @@ def test_a_file_is_replaced_only_by_force(tmp_path: Path, unplanned: None, capsy
     assert out.read_text() == "mine"
     capsys.readouterr()
     assert init.run([str(source)], Options(gpu="4090", out=tmp_path / "b.yaml")) == 0
-    kept = f"{tmp_path / 'prompts.txt'} is an earlier file and is left unchanged"
+    kept = f"{tmp_path / 'prompts.txt'} exists already and is left unchanged"
     assert (tmp_path / "prompts.txt").read_text() == "my prompt\n" and kept in capsys.readouterr().out
     with pytest.raises(UserError, match=naming("a.yaml", "--out")):  # no configuration is in it
         init.run([str(source)], Options(gpu="4090", out=out, force=True))
@@ -406,7 +406,7 @@ def test_each_row_of_the_memory_table_fits(row: recommend.Memory, gpus: int, tmp
 
     size = (1024, 1024) if row.resolution == 1024 else (512, 512)
     source = folder(tmp_path / "pictures", 40, size=size)
-    memory = f"{(row.gib + (gpus - 1) * recommend.OF_A_FURTHER_CARD) / gpus:.4f}GiB"
+    memory = f"{(row.gib + (gpus - 1) * recommend.OF_ANOTHER_CARD) / gpus:.4f}GiB"
     options = Options(row.purpose, None, tmp_path / "a.yaml", gpu_memory=memory, gpus=gpus)
     assert init.run([str(source)], options) == 0
     words = ["plan", "--config", str(options.out), "--gpus", str(gpus), "--gpu-memory", memory]

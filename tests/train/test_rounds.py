@@ -142,7 +142,7 @@ def test_another_optimizer_begins_with_fresh_moments(first: Path, tmp_path: Path
     run = tiny_run.config(tmp_path / "run", steps=2, **came)
     train(run, origin=step(first, 2), after=2, printed=printed)
     (line,) = [line for line in printed if line.startswith("begins from")]
-    assert "weights are kept" in line and "moments are fresh" in line and "adamw" in line and "came" in line
+    assert "weights are kept" in line and "moments start anew" in line and "adamw" in line and "came" in line
     expected = metrics.read(first / "metrics.jsonl")[2]["loss"]
     assert metrics.read(tmp_path / "run/metrics.jsonl")[0]["loss"] == expected, "the weights are the checkpoint's"
 
@@ -162,7 +162,7 @@ def test_averages_that_the_checkpoint_lacks_begin_with_its_weights(first: Path, 
     printed: list[str] = []
     settings = tiny_run.config(tmp_path / "run", steps=1, ema={"decay": 0.9})
     train(settings, origin=tmp_path / "plain", printed=printed)
-    assert any("averages begin with its weights" in line for line in printed)
+    assert any("average of the weights starts" in line for line in printed)
     average = load_model_state(step(tmp_path / "run", 1), ema=True)[1]
     begin, end = (load_model_state(step(tmp_path / name, 1))[1] for name in ("plain", "run"))
     for name, value in average.items():
@@ -260,7 +260,7 @@ def test_epochs_are_counted_in_steps_of_the_snapshot(small_cache_copy: Path, mak
 
     printed: list[str] = []
     assert stages.train.run(settings("train.epochs=3"), log=printed.append).step == 3
-    assert "3 steps: train.epochs of this snapshot" in printed
+    assert any(line.startswith("3 steps: train.epochs") for line in printed)
     assert "steps: 3\n" in (tmp_path / "run/config.yaml").read_text()
     assert stages.train.run(settings("train.epochs=6"), resume="auto", log=printed.append).step == 6
     with pytest.raises(ConfigError, match=r"train\.epochs = 1"):

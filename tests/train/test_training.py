@@ -728,7 +728,7 @@ def test_resuming_a_finished_run_does_nothing(run: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     report = fit_tiny(tiny_run.config(run, steps=5, save_every=2), resume="auto", log=printed.append)
     assert report.step == 6
-    assert printed == ["nothing to do: 6 steps are done, train.steps is 5"]
+    assert printed == ["nothing to do: 6 steps are done, and train.steps is 5"]
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 

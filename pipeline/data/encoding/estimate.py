@@ -31,7 +31,10 @@ from pipeline.data.encoding.encoder_settings import EncoderSettings
 from pipeline.data.encoding.plan import images_of_batch
 from pipeline.data.images import buckets, decoding
 from pipeline.data.signals import CaptionSignal, PictureEncoder, PictureSignal
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.data.sources import caption_rules
+from pipeline.data.sources.config import DataConfig
 from pipeline.data.sources.filenames import escaped
 from pipeline.data.sources.reject_kinds import Kinds
 from pipeline.data.sources.source import Place, Source
@@ -245,6 +248,13 @@ def _row(kind: str) -> int:
 def likely_rows(encoding: CaptionEncoding, caption: int) -> int:
     """Rows of a caption of so many bytes, without a tokenizer: three bytes per token, fewer than most captions have."""
     return min(encoding.max_length, 2 + -(-caption // 3))
+
+
+def likely_bytes(scan: pa.Table, data: DataConfig, max_length: int) -> int:
+    """Bytes of a new cache of a scan, by Sana's encoders, without a tokenizer. max_length: of a caption, in tokens."""
+    latent, text = LatentEncoding(), TextEncoding(max_length=max_length)
+    work = wanted(scan, None, [latent, text], buckets.table(data, latent.compression))
+    return sizes(work, text, lambda texts: [likely_rows(text, len(each.encode())) for each in texts]).total
 
 
 @dataclass(frozen=True)

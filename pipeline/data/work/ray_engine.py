@@ -238,8 +238,8 @@ class Cluster:
             raise
         except exceptions.RayError as error:
             raise UserError(
-                f"a part of the work for {plan.encoding} could not be made on the Ray cluster",
-                expected=f"at most {RETRIES} deaths of its node or process",
+                f"a unit of the work for {plan.encoding} could not be made on the Ray cluster",
+                expected=f"its node or process ends at most {RETRIES} times",
                 found=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
                 fix="look at the nodes (ray status), then run the same command again: it continues",
             ) from error

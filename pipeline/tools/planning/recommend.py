@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.base.errors import UserError
-from pipeline.base.options import value_at
-from pipeline.base.yaml_text import edited
+from pipeline.base.errors import UserError, escaped
+from pipeline.base.options import value_at, within
+from pipeline.base.yaml_text import as_yaml, edited
 from pipeline.config import SHIPPED, load, load_given
 from pipeline.data.cache.prompts import TRIGGER_CONTEXTS, filled, has_words, with_prefix
 from pipeline.data.images import buckets
@@ -109,7 +109,7 @@ MEMORY = (
     Memory(SCRATCH, 512, 15, {}, "13.5 GiB in microbatches of 4 (sana-pipe plan)"),
 )
 
-OF_A_FURTHER_CARD = 1.2
+OF_ANOTHER_CARD = 1.2
 """GiB of a context and of the buffers of collectives, as sana-pipe plan estimates them."""
 
 HELDOUT = ((1000, 0.02), (40, 0.1))
@@ -157,8 +157,8 @@ class Facts:
 
     @property
     def shared_gib(self) -> float:
-        """`all_gib` without what each further card takes for itself."""
-        return self.all_gib - OF_A_FURTHER_CARD * (self.gpus - 1)
+        """`all_gib` without what each card but the first takes for itself."""
+        return self.all_gib - OF_ANOTHER_CARD * (self.gpus - 1)
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,12 @@ class Choice:
     option: str
     value: Any
     why: str
+
+    def line(self) -> str:
+        """The value and its reason, for people."""
+        value = value_at(self.value, "weights.id") or value_at(self.value, "id") or self.value
+        text = as_yaml(value, default_flow_style=True, width=1000, sort_keys=False, allow_unicode=True)
+        return f"  {self.option}: {text.removesuffix('...' + chr(10)).strip()}   ({self.why.replace('`', '')})"
 
 
 @dataclass
@@ -213,6 +219,30 @@ class Recommendation:
     def is_mixed(self) -> bool:
         """Tell whether the models are of another file than the values."""
         return bool(value_at(self._tree, "data.resolution") != self.resolution)
+
+    def override(self, overrides: tuple[str, ...]) -> None:
+        """Take the options of `--set` (`a.b=c`) in place of the choices."""
+        given = load_given(self.models, overrides)[1]
+        for option in given.overridden:
+            replaced = (option, "train.steps") if option == "train.epochs" else (option,)
+            self.choices = [c for c in self.choices if not any(within(c.option, each) for each in replaced)]
+            self.choices.append(Choice(option, value_at(given.tree, option), "as asked by --set"))
+
+    @property
+    def origin(self) -> str:
+        """The shipped configurations that the file is made of, for people."""
+        models = f" with the models of configs/{self.models}.yaml" if self.is_mixed else ""
+        return f"from configs/{self.base}.yaml{models}"
+
+    def file(self, command: str) -> str:
+        """The file: the shipped configuration with what differs, each below its reason. command: that writes it."""
+        head = [
+            f"# {self.purpose} at {self.resolution} px, written by: {escaped(command)}",
+            f"# {self.origin}.",
+            "# Its head has expected figures. What init changed stands below its reason. A start, not an optimum;",
+            "# sana-pipe config lists every option.",
+        ]
+        return "\n".join(head) + "\n\n" + self.text()
 
     def text(self) -> str:
         """The shipped file without its head, with all choices."""
@@ -322,7 +352,7 @@ def _too_little(purpose: str, facts: Facts) -> UserError:
     return UserError(
         f"{names[purpose]} does not fit into {facts.gpus} x {facts.memory_gib:.1f} GiB",
         expected=f"{least.gib:g} GiB, of all cards together, for {MODELS[least.resolution]}, and "
-        f"{OF_A_FURTHER_CARD} GiB for each further card",
+        f"{OF_ANOTHER_CARD} GiB for each card but the first",
         fix="a card with more memory" if purpose == LORA else "--for lora, or more cards",
     )
 

@@ -158,12 +158,12 @@ def _begin(run: TrainingRun, resumed: Resumed, fresh: str | None, absent: set[st
         kept.append("averages")
     if run.step.scale.dynamic:
         run.step.scale.state["skipped_steps"].zero_()
-    lost = [] if fresh is None else [f"moments are fresh ({fresh})"]
-    lost += ["averages begin with its weights"] if run.ema is not None and "ema" in absent else []
+    lost = [] if fresh is None else [f"the optimizer's moments start anew ({fresh})"]
+    lost += ["the average of the weights starts from its weights"] if run.ema is not None and "ema" in absent else []
     run.context.log(
         f"begins from {folder} (round {state.phase + 1}, step {state.step}): {', '.join(kept)} are kept"
         + "".join(f"; {part}" for part in lost)
-        + f"; in round {run.context.task.first_state.phase + 1} steps, warm-up and schedule begin from 0"
+        + f"; in round {run.context.task.first_state.phase + 1} steps, warm-up and schedule begin at 0"
     )
     return replace(run, resumed=resumed)
 

@@ -295,7 +295,7 @@ class Saver:
         try:
             lowest = heldout.lowest(self._root.parent, [step_of(path) for path in there])
         except (OSError, UserError) as error:
-            self._log(f"warning: no checkpoint is removed, since held-out losses cannot be read: {error}")
+            self._log(f"warning: no checkpoint is removed, because the held-out losses cannot be read: {error}")
             return
         for path in older:
             if step_of(path) in lowest or (train.keep_every is not None and step_of(path) % train.keep_every == 0):
@@ -353,7 +353,7 @@ def publish(work: Path, final: Path, document: dict[str, Any], lock: Lock) -> No
     if unseen or ".metadata" not in present:
         raise CheckpointError(
             f"{work}: the first process does not see files that others wrote",
-            found="unseen: " + ", ".join(unseen or [".metadata"]),
+            found="not seen: " + ", ".join(unseen or [".metadata"]),
             fix="put train.output on a file system that all nodes share",
         )
     document = {**document, "digest": digest_of(document)}
@@ -401,9 +401,9 @@ def _there(folder: Path) -> Iterator[None]:
             raise
         last = newest(folder.parent)
         raise CheckpointError(
-            f"{folder}: was removed: a training keeps its newest checkpoints and the best",
+            f"{folder} was removed: a training keeps its newest checkpoints and the best",
             found=None if last is None else f"the newest is {last}",
-            fix="run the command again with the newest; train.keep_checkpoints and train.keep_every keep more of them",
+            fix="run the command again with the newest; train.keep_checkpoints and train.keep_every can keep more",
         ) from None
 
 
@@ -530,7 +530,7 @@ def check_begins(folder: Path, document: Document, architecture: ModelSpec, adap
     """Refuse to begin from a checkpoint of another model."""
     if differences := _of_another_model(document, architecture, adapter, architecture.free):
         raise CheckpointError(
-            f"--from {folder}: is a checkpoint of another model\n  " + "\n  ".join(differences),
+            f"--from {folder} is a checkpoint of another model\n  " + "\n  ".join(differences),
             fix="give the configuration the checkpoint's values (config.yaml in its run directory has them); only "
             f"{' and '.join(architecture.free)} may differ",
         )
@@ -662,9 +662,9 @@ def as_trained(train: TrainConfig, earlier: dict[str, Any]) -> TrainConfig:
 
 
 def other_drawing(train: TrainConfig, trained: TrainConfig) -> list[str]:
-    """Say what `as_trained` has changed, in words: `train.flow.shift 3.0, not 1.0`."""
+    """Say what `as_trained` has changed, in words: `train.flow.shift is 3.0, not 1.0`."""
     values = [("flow.shift", trained.flow.shift, train.flow.shift), ("numerics", trained.numerics, train.numerics)]
-    return [f"train.{name} {old}, not {new}" for name, old, new in values if old != new]
+    return [f"train.{name} is {old}, not {new}" for name, old, new in values if old != new]
 
 
 def resolve(root: Path, resume: str | Path, option: str = "--resume") -> Path | None:
@@ -781,7 +781,7 @@ def choose(run: Path, resume: str | Path | None, origin: str | Path | None = Non
                 fix="--resume auto to continue from that one, or --set train.output=DIR to branch off into a new run",
             )
         if origin is not None:
-            notes.append(f"--from {origin} is not used: the run has begun, its newest checkpoint is {folder.name}")
+            notes.append(f"--from {origin} is not used: the run has begun, and its newest checkpoint is {folder.name}")
         return Resumed(folder, read_document(folder)), notes
     if origin is None and resume is not None:
         origin = recorded_origin(run)

@@ -92,8 +92,8 @@ class Metrics:
         self._journal.track(values["step"], {**values, **parts}, "train")
         if (band := self._band.add(values["loss"])) is not None:
             self._log(
-                f"warning: the loss {values['loss']:.4f} left its band, {band[0]:.4f} to {band[1]:.4f}: look at lr and "
-                f"grad_norm in {self.path.name}, and at what the last steps showed"
+                f"warning: the loss {values['loss']:.4f} is outside its usual range, {band[0]:.4f} to {band[1]:.4f}: "
+                f"look at lr and grad_norm in {self.path.name}, and at the samples of the last steps"
             )
         self._rows += 1
         if self._expected is not None and (self._rows == 2 or values["step"] == steps):

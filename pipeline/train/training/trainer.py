@@ -99,9 +99,12 @@ def fit(
         if resumed is not None and (done := resumed.done) >= train.steps:
             lacking = broadcast_from_rank_0(lambda: _not_looked_at(context)) if done == train.steps else []
             if not lacking:
-                log(f"nothing to do: {done} steps are done, train.steps is {train.steps}")
+                log(f"nothing to do: {done} steps are done, and train.steps is {train.steps}")
                 return Report(done, resumed.folder, None, None)
-            log(f"{done} steps are done, train.steps is {train.steps}; left to do after the last: {', '.join(lacking)}")
+            log(
+                f"{done} steps are done, and train.steps is {train.steps}; still to do after the last step: "
+                f"{', '.join(lacking)}"
+            )
         broadcast_from_rank_0(task.accepted)
         run = build(context, mesh, trainable, resumed)
         for line in optimizers.advice(train.optim, train.steps):
