@@ -30,6 +30,7 @@ from pipeline.train.models.sana_shape import CLASS_NAME
 KINDS: dict[str, str] = {
     CLASS_NAME: "pipeline.train.models.sana_config:SanaConfig",
     "ZImageTransformer2DModel": "pipeline.train.models.zimage_config:ZImageConfig",
+    "PRXTransformer2DModel": "pipeline.train.models.prx:PRX",
 }
 """diffusers' `_class_name` -> module:class."""
 
@@ -114,6 +115,8 @@ class ModelSpec(ABC):
         formats: what `save` writes.
         readme: template of a whole pipeline's README. family: of the model, a tag of that README.
         overflows_in_fp16: the pipeline's text encoder and VAE do.
+        libraries: class of a part -> the module of diffusers' pipelines that has it, for those not of transformers.
+        unread: formats of adapters that no program reads for this model.
     """
 
     class_name: ClassVar[str]
@@ -123,6 +126,8 @@ class ModelSpec(ABC):
     readme: ClassVar[str] = "pipeline"
     family: ClassVar[str | None] = None
     overflows_in_fp16: ClassVar[bool] = False
+    libraries: ClassVar[Mapping[str, str]] = {}
+    unread: ClassVar[tuple[str, ...]] = ()
 
     # fields or properties of every kind
     in_channels: Any
@@ -214,6 +219,16 @@ class ModelSpec(ABC):
     def described(self) -> str:
         """The shape, for people who set up another trainer."""
         return f"depth {self.num_layers}"
+
+    @property
+    def adapter_note(self) -> str:
+        """Say what becomes of an adapter's file that no program reads for this model; empty: one does."""
+        if not self.unread:
+            return ""
+        return (
+            f"no program loads an adapter's file for {self.class_name}: what is trained is exported in its base, by "
+            "sana-pipe export --format merged"
+        )
 
     @property
     def comfyui_warning(self) -> str:
