@@ -86,6 +86,8 @@ def run(config: Config, as_json: bool = False) -> int:
         for part in parts:
             click.echo(_line(part))
         click.echo(f"{'GPU':12}  {launch.describe_gpus(there)}")
+        if shape is not None and shape.adapter_note and config.train.adapter is not None:
+            click.echo(f"note: {shape.adapter_note}")
         if shape is not None and shape.comfyui_warning:
             click.echo(f"note: {shape.comfyui_warning}")
         different = list({(problem.what, problem.fix): problem for problem in problems}.values())

@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -189,9 +189,10 @@ def _form(form: str, architecture: ModelSpec, adapter: Adapter | None) -> str:
     """
     offered = architecture.formats
     if adapter is not None:
+        read = tuple(name for name in adapter.formats if name not in architecture.unread)
         others = () if adapter.stays else ("merged", *offered)
-        offered = tuple(dict.fromkeys((*adapter.formats, *others)))
-        if form == "diffusers" and form not in adapter.formats:
+        offered = tuple(dict.fromkeys((*read, *others)))
+        if form == "diffusers" and form not in read:
             return "merged"
     if form not in offered:
         what = f"a whole {architecture.class_name}" if adapter is None else str(adapter)
@@ -350,7 +351,7 @@ def _write(config: Config, architecture: ModelSpec, parts: Parts, work: Path) ->
             "_class_name": architecture.pipeline,
             **architecture.pipeline_settings(call_of(described(config, architecture), parts.compression)),
             "scheduler": ["diffusers", type(solver).__name__],
-            "text_encoder": class_of(parts.text, "text_encoder"),
+            "text_encoder": class_of(parts.text, "text_encoder", architecture.libraries),
             "tokenizer": ["transformers", tokenizer_class(parts.tokenizer)],
             "transformer": ["diffusers", architecture.class_name],
             "vae": class_of(parts.vae, "vae"),
@@ -358,12 +359,12 @@ def _write(config: Config, architecture: ModelSpec, parts: Parts, work: Path) ->
     )
 
 
-def class_of(folder: Path, part: str) -> list[str]:
+def class_of(folder: Path, part: str, libraries: Mapping[str, str] = {}) -> list[str]:
     """Name the library and the class of a pipeline's part as in the `model_index.json` that the folder belongs to, or
-    else as its `config.json` does. A pipeline has no head of a language model."""
+    else as its `config.json` does. A pipeline has no head of a language model. libraries: `ModelSpec.libraries`."""
     index = folder.parent / "model_index.json"
     entry = hub.read_json(index).get(part) if folder.name == part and index.is_file() else None
-    if isinstance(entry, list) and len(entry) == 2 and entry[0] in ("diffusers", "transformers"):
+    if isinstance(entry, list) and len(entry) == 2 and entry[0] in ("diffusers", "transformers", *libraries.values()):
         return [str(each) for each in entry]
     values = hub.read_json(folder / "config.json")
     if "_class_name" in values:
@@ -375,7 +376,14 @@ def class_of(folder: Path, part: str) -> list[str]:
             expected="_class_name or architectures, as save_pretrained writes them",
             fix="save the model again with save_pretrained, or take the folder of a pipeline",
         )
-    return ["transformers", str(names[0]).replace("ForCausalLM", "Model")]
+    name = str(names[0]).replace("ForCausalLM", "Model")
+    if name.endswith("ForConditionalGeneration"):
+        raise ConfigError(
+            f"{folder} holds an encoder with its decoder, and a pipeline has the encoder alone",
+            found=name,
+            fix="--set text.id=FOLDER with the text encoder of a pipeline of this model",
+        )
+    return [libraries.get(name, "transformers"), name]
 
 
 def _shown(config: Config) -> dict[str, Any]:

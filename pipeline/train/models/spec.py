@@ -30,6 +30,7 @@ from pipeline.train.models.sana_shape import CLASS_NAME
 KINDS: dict[str, str] = {
     CLASS_NAME: "pipeline.train.models.sana_config:SanaConfig",
     "ZImageTransformer2DModel": "pipeline.train.models.zimage_config:ZImageConfig",
+    "PRXTransformer2DModel": "pipeline.train.models.prx:PRX",
 }
 """diffusers' `_class_name` -> module:class."""
 
@@ -116,6 +117,8 @@ class ModelSpec(ABC):
         family: of the model, a tag of that README, and in the headers of files of adapters; None: not named.
         overflows_in_fp16: the pipeline's text encoder and VAE do.
         text_kind: kind of the text encoder that its released weights were trained with; None: not known.
+        libraries: class of a part -> the module of diffusers' pipelines that has it, for those not of transformers.
+        unread: formats of adapters that no program reads for this model.
     """
 
     class_name: ClassVar[str]
@@ -126,6 +129,8 @@ class ModelSpec(ABC):
     family: ClassVar[str | None] = None
     overflows_in_fp16: ClassVar[bool] = False
     text_kind: ClassVar[str | None] = None
+    libraries: ClassVar[Mapping[str, str]] = {}
+    unread: ClassVar[tuple[str, ...]] = ()
 
     # fields or properties of every kind
     in_channels: Any
@@ -221,6 +226,16 @@ class ModelSpec(ABC):
     def described(self) -> str:
         """The shape, for people who set up another trainer."""
         return f"depth {self.num_layers}"
+
+    @property
+    def adapter_note(self) -> str:
+        """Say what becomes of an adapter's file that no program reads for this model; empty: one does."""
+        if not self.unread:
+            return ""
+        return (
+            f"no program loads an adapter's file for {self.class_name}: what is trained is exported in its base, by "
+            "sana-pipe export --format merged"
+        )
 
     @property
     def comfyui_warning(self) -> str:

@@ -45,6 +45,8 @@ def check_inputs(train: TrainConfig, task: TrainingTask, launch: Launch, log: Lo
     task.check(layout)
     shape = partial(architecture_of, task.model, task.sample_size)
     check_layout(train, shape, task.batches, layout)
+    if train.adapter is not None and (note := shape().adapter_note):
+        log(f"note: {note}")
     if task.pictures is not None:
         drawings.check(train.microbatch, task, shape())
     return Context(train, task, launch, layout, device, log)

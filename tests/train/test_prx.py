@@ -1,0 +1,210 @@
+"""PRX, the third model: its values, gradients, runs and exports are those of diffusers' class and pipeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import PRXPipeline, PRXTransformer2DModel
+from torch.utils.flop_counter import FlopCounterMode
+
+import stages.export
+import stages.train
+from pipeline.base.errors import ConfigError
+from pipeline.data.cache.cache import Cache
+from pipeline.tools.reporting.draw_latents import SnapshotTensors
+from pipeline.train.models.prx import PRX
+from pipeline.train.models.sampler import noise_of, pad_rows
+from pipeline.train.models.spec import spec_of
+from pipeline.train.training import checkpoint, metrics
+from tests.support import tiny_models
+from tests.support.checkpoints import load_model_state
+from tests.support.drawings import draw_for
+
+TINY = PRX(in_channels=16, context_in_dim=128, hidden_size=32, num_heads=4, depth=2, axes_dim=(4, 4))
+OPTIONS = ["train.device=cpu", "train.precision=fp32", "train.log_every=1", "train.ema={}", "train.flow.shift=3"]
+OPTIONS += ["model.arch=null", "train.optim.warmup_steps=0", "train.compile=none", "train.optim.lr=1e-3"]
+
+
+def of_diffusers(spec: PRX = TINY) -> PRXTransformer2DModel:
+    """With values that let every part matter."""
+    torch.manual_seed(0)
+    made = PRXTransformer2DModel(**{**asdict(spec), "axes_dim": list(spec.axes_dim)})
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1)
+    return made
+
+
+def inputs(rows: int = 7) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(1)
+    mask = torch.arange(rows)[None] < torch.tensor([3, rows])[:, None]
+    return torch.randn(2, 16, 6, 8), torch.randn(2, rows, 128), mask, torch.tensor([10.0, 900.0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_outputs_and_gradients_equal_those_of_diffusers(packed: bool) -> None:
+    theirs = of_diffusers()
+    ours = TINY.loaded({name: value.clone() for name, value in theirs.state_dict().items()})
+    latents, captions, mask, times = inputs()
+    output = ours(latents, captions[mask] if packed else captions, mask, times)
+    expected = theirs(latents, times / 1000, captions, mask).sample
+    assert (output - expected).abs().max() <= 1e-6 * expected.abs().max()
+    output.square().mean().backward()
+    expected.square().mean().backward()
+    named = dict(theirs.named_parameters())
+    assert named.keys() == dict(ours.named_parameters()).keys() == TINY.shapes().keys()
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None
+        assert (parameter.grad - named[name].grad).abs().max() <= 1e-5 * named[name].grad.abs().max(), name
+
+
+def test_padding_and_time_matter() -> None:
+    ours = TINY.loaded(of_diffusers().state_dict())
+    latents, captions, mask, times = inputs()
+    output = ours(latents, captions, mask, times)
+    other = captions.clone()
+    other[0, 3:] += 1
+    assert torch.equal(ours(latents, other, mask, times), output), "rows behind the mask"
+    assert (ours(latents, captions, mask, times + 50) - output).abs().max() > 1e-3
+    assert (ours(latents, captions, torch.ones_like(mask), times) - output)[0].abs().max() > 1e-4
+
+
+def test_operations_are_counted() -> None:
+    """torch counts no attention on a CPU."""
+    latents, captions, mask, times = inputs()
+    ours = TINY.loaded(of_diffusers().state_dict())
+    with FlopCounterMode(display=False) as counter:
+        ours(latents, captions, mask, times).sum().backward()
+    samples, tokens, rows = 2, 48, 14
+    attention = 3 * 2 * TINY.depth * 2 * (samples * tokens * tokens + rows * tokens) * TINY.hidden_size
+    assert counter.get_total_flops() + attention == TINY.training_flops(samples, tokens, rows)
+    assert sum(torch.Size(shape).numel() for shape in PRX().shapes().values()) == 1_170_576_928
+
+
+def test_start_values_are_those_that_diffusers_class_begins_with() -> None:
+    torch.manual_seed(0)
+    theirs, values = PRXTransformer2DModel(**{**asdict(TINY), "axes_dim": [4, 4]}), TINY.initial(3)
+    for name, parameter in theirs.named_parameters():
+        drawn = values.read(name, [0] * parameter.dim(), parameter.shape)
+        spread = float(parameter.detach().std())
+        assert (float(drawn.std()) == 0) == (spread == 0), name
+        if parameter.dim() == 2:
+            assert float(drawn.std()) == pytest.approx(spread, rel=0.2, abs=1e-9), name
+
+
+def test_what_is_not_implemented_is_refused_by_name() -> None:
+    assert spec_of(TINY.to_dict()) == TINY
+    for change in ({"bottleneck_size": 8}, {"resolution_embeds": True}, {"another": 1}):
+        with pytest.raises(ConfigError, match=next(iter(change))):
+            spec_of({**TINY.to_dict(), **change})
+    with pytest.raises(ConfigError, match="num_heads"):
+        spec_of({**TINY.to_dict(), "num_heads": 2})
+    for sizes, option in (((2, 1), "tp_size"), ((1, 2), "pp_size")):
+        with pytest.raises(ConfigError, match=option):
+            TINY.check_parallel(*sizes)
+    with pytest.raises(ConfigError, match="in_channels is 16"):
+        TINY.check_widths("these latents", "another model", channels=32)
+    with pytest.raises(ConfigError, match="caption_channels is 128"):
+        TINY.check_widths("these rows", "another model", text_width=2560)
+
+
+# --------------------------------------------------------------------------------------- from the cache to a pipeline
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, small_cache: Path, make_config: Any) -> SimpleNamespace:
+    """A run of four steps on the latents of a Sana cache; and one that was stopped after two and resumed."""
+    root = tmp_path_factory.mktemp("prx")
+    start = of_diffusers()
+    start.save_pretrained(root / "start")
+
+    def config(name: str, *more: str) -> Any:
+        (root / name).mkdir(exist_ok=True)
+        given = [*OPTIONS, f"model.weights={{id: {root / 'start'}}}", "train.steps=4", *more]
+        return make_config(root / name, f"cache={small_cache}", *given)
+
+    lines: list[str] = []
+    whole = config("whole")
+    stages.train.run(whole, log=lines.append)
+    stages.train.run(config("stopped", "train.steps=2"), log=lambda line: None)
+    stages.train.run(config("stopped"), resume="auto", log=lambda line: None)
+    return SimpleNamespace(root=root, start=start, config=config, whole=whole, lines=lines)
+
+
+LAST = "run/checkpoints/step-00000004"
+
+
+def test_it_trains_and_a_resumed_run_is_the_uninterrupted_one(run: SimpleNamespace) -> None:
+    rows = [metrics.read(run.root / name / "run/metrics.jsonl") for name in ("whole", "stopped")]
+    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]] and len(rows[0]) == 4
+    assert all(row["model_tflops"] > 0 for row in rows[0])
+    one, other = (checkpoint.read_document(run.root / name / LAST).files for name in ("whole", "stopped"))
+    one.pop(".metadata"), other.pop(".metadata")
+    assert one == other
+    spec, weights = load_model_state(run.root / "whole" / LAST)
+    assert spec == TINY
+    moved = {name for name, value in run.start.named_parameters() if not torch.equal(value, weights[name])}
+    assert moved == weights.keys()
+
+
+def test_diffusers_pipeline_loads_the_export_and_draws_what_sample_draws(
+    run: SimpleNamespace, small_cache: Path, made_once: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """diffusers builds the text encoder by the sizes of T5Gemma-2B, whatever its `config.json` says: a small one needs
+    transformers' class."""
+    from diffusers.pipelines import prx
+    from diffusers.pipelines.prx import pipeline_prx
+    from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
+
+    monkeypatch.setattr(prx, "T5GemmaEncoder", T5GemmaEncoder, raising=False)
+    text = made_once("t5gemma", tiny_models.build_t5gemma)
+    out = stages.export.run(run.config("whole", f"text.id={text}"), "auto", run.root / "export")
+    index = json.loads((out / "model_index.json").read_text())
+    assert index["_class_name"] == "PRXPipeline" and index["text_encoder"] == ["prx", "T5GemmaEncoder"]
+    assert index["scheduler"] == ["diffusers", "FlowMatchEulerDiscreteScheduler"]
+    pipe = PRXPipeline.from_pretrained(out)
+    pipe.set_progress_bar_config(disable=True)
+
+    snapshot = Cache(small_cache).open_snapshot()
+    spec, weights = load_model_state(run.root / "whole" / LAST)
+    (drawn,) = draw_for(run.whole, spec, dict(weights), snapshot, [0])
+    records, entry = SnapshotTensors(snapshot), snapshot.sample(0)
+    at = max(range(len(entry.captions)), key=lambda i: entry.captions[i].weight)
+    rows, mask = pad_rows([records.null(), records.text(entry, at)])
+    latents = noise_of(drawn.sample_id, tuple(drawn.cached.shape), run.whole.sample.seed)
+    size = {"height": drawn.bucket[0], "width": drawn.bucket[1], "use_resolution_binning": False}
+    given = {"prompt_embeds": rows[1:], "prompt_attention_mask": mask[1:]}
+    given |= {"negative_prompt_embeds": rows[:1], "negative_prompt_attention_mask": mask[:1]}
+    settings = {"num_inference_steps": run.whole.sample.steps, "guidance_scale": run.whole.sample.guidance}
+    theirs = pipe(latents=latents, output_type="latent", **given, **size, **settings).images
+    assert (theirs[0] - drawn.latent).abs().max() <= 1e-4 * drawn.latent.abs().max()
+
+    monkeypatch.setattr(pipeline_prx, "ftfy", SimpleNamespace(fix_text=str), raising=False)
+    code = (out / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(code.replace("PATH/OF/THIS/FOLDER", str(out)).replace("bfloat16", "float32"), names)
+    side = run.whole.data.resolution
+    assert names["image"].size == (side, side)
+
+
+def test_a_whole_t5gemma_is_no_part_of_a_pipeline(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["T5GemmaForConditionalGeneration"]}))
+    with pytest.raises(ConfigError, match="decoder"):
+        stages.export.class_of(tmp_path, "text_encoder", PRX.libraries)
+
+
+def test_a_lora_is_exported_in_its_base_and_train_says_so_before(run: SimpleNamespace) -> None:
+    lines: list[str] = []
+    config = run.config("lora", "train.steps=1", "train.adapter={rank: 2}")
+    stages.train.run(config, log=lines.append)
+    assert any("--format merged" in line for line in lines[:10])
+    with pytest.raises(ConfigError, match="comfyui"):
+        stages.export.run(config, "auto", run.root / "file", form="comfyui")
+    out = stages.export.run(config, "auto", run.root / "merged")
+    assert (out / "model_index.json").is_file() and not list(out.glob("*.safetensors"))
