@@ -30,7 +30,7 @@ from pipeline.base.options import value_at
 from pipeline.base.urls import strip_credentials
 from pipeline.config import Config, written
 from pipeline.data.encoders.text import TOKENIZER_FILES, text_width
-from pipeline.data.encoders.text_kind import max_length
+from pipeline.data.encoders.text_kind import kind_at, max_length
 from pipeline.data.encoders.vae import vae_shape
 from pipeline.tools import outputs
 from pipeline.tools.reporting.export_readme import TrainedModel, call_of, copy_pictures, readme, trigger_of
@@ -327,7 +327,10 @@ def _parts(config: Config, architecture: ModelSpec) -> Parts:
     compression, channels = vae_shape(vae)
     fix = "give the encoders that the model was trained with"
     architecture.check_widths(f"the VAE {config.vae.id}", fix, channels=channels)
-    architecture.check_widths(f"the text encoder {config.text.id}", fix, text_width=text_width(text))
+    of_text = f"the text encoder {config.text.id}"
+    architecture.check_widths(of_text, fix, text_width=text_width(text))
+    if config.model.weights is not None:
+        architecture.check_text_kind(of_text, fix, kind_at(text).name)
     return Parts(vae, text, hub.resolve(config.text.tokenizer, _TOKENIZER), compression)
 
 

@@ -247,7 +247,7 @@ def test_constants_that_contributors_are_sent_to_exist() -> None:
     code = "\n".join(
         path.read_text(encoding="utf-8") for room in ("pipeline", "tests") for path in (ROOT / room).rglob("*.py")
     )
-    assert len(named) > 10
+    assert len(named) >= 10
     assert [name for name in sorted(named) if not re.search(rf"^{name}\b", code, re.M)] == []
 
 

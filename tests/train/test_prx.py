@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -14,10 +15,14 @@ import torch
 from diffusers import PRXPipeline, PRXTransformer2DModel
 from torch.utils.flop_counter import FlopCounterMode
 
+import stages.bucket
+import stages.encode
 import stages.export
 import stages.train
 from pipeline.base.errors import ConfigError
 from pipeline.data.cache.cache import Cache
+from pipeline.data.signals.latent import LatentEncoding
+from pipeline.data.signals.text import TextEncoding
 from pipeline.tools.reporting.draw_latents import SnapshotTensors
 from pipeline.train.models.prx import PRX
 from pipeline.train.models.sampler import noise_of, pad_rows
@@ -118,8 +123,37 @@ def test_what_is_not_implemented_is_refused_by_name() -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, small_cache: Path, make_config: Any) -> SimpleNamespace:
-    """A run of four steps on the latents of a Sana cache; and one that was stopped after two and resumed."""
+def text(made_once: Callable[..., Path]) -> Path:
+    return made_once("t5gemma", tiny_models.build_t5gemma)
+
+
+@pytest.fixture(scope="module")
+def cache(
+    tmp_path_factory: pytest.TempPathFactory, small_cache: Path, photos: Path, make_config: Any, text: Path
+) -> Path:
+    """A copy of a cache of Sana with the captions by T5Gemma, too, and a snapshot of both."""
+    root = tmp_path_factory.mktemp("prx-cache")
+    shutil.copytree(small_cache, root / "cache")
+    config = make_config(root, f"text.id={text}")
+    stages.encode.run(config, data=str(photos))
+    stages.bucket.run(config)
+    return root / "cache"
+
+
+def test_the_latents_of_a_sana_cache_serve(cache: Path, small_cache: Path) -> None:
+    before, after = Cache(small_cache), Cache(cache)
+    kinds = {LatentEncoding: True, TextEncoding: False}
+    for kind, same in kinds.items():
+        then, now = (each.open_snapshot().encoding(kind) for each in (before, after))
+        assert (then == now) == same
+    latents = after.open_snapshot().encoding(LatentEncoding).name
+    shards = [{path.name for path in (each / "shards" / latents).rglob("*.tar")} for each in (small_cache, cache)]
+    assert shards[0] == shards[1] != set(), "0 new pictures"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, cache: Path, make_config: Any, text: Path) -> SimpleNamespace:
+    """A run of four steps; and one that was stopped after two and resumed."""
     root = tmp_path_factory.mktemp("prx")
     start = of_diffusers()
     start.save_pretrained(root / "start")
@@ -127,7 +161,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, small_cache: Path, make_config
     def config(name: str, *more: str) -> Any:
         (root / name).mkdir(exist_ok=True)
         given = [*OPTIONS, f"model.weights={{id: {root / 'start'}}}", "train.steps=4", *more]
-        return make_config(root / name, f"cache={small_cache}", *given)
+        return make_config(root / name, f"cache={cache}", f"text.id={text}", *given)
 
     lines: list[str] = []
     whole = config("whole")
@@ -154,7 +188,7 @@ def test_it_trains_and_a_resumed_run_is_the_uninterrupted_one(run: SimpleNamespa
 
 
 def test_diffusers_pipeline_loads_the_export_and_draws_what_sample_draws(
-    run: SimpleNamespace, small_cache: Path, made_once: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    run: SimpleNamespace, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """diffusers builds the text encoder by the sizes of T5Gemma-2B, whatever its `config.json` says: a small one needs
     transformers' class."""
@@ -163,15 +197,14 @@ def test_diffusers_pipeline_loads_the_export_and_draws_what_sample_draws(
     from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
     monkeypatch.setattr(prx, "T5GemmaEncoder", T5GemmaEncoder, raising=False)
-    text = made_once("t5gemma", tiny_models.build_t5gemma)
-    out = stages.export.run(run.config("whole", f"text.id={text}"), "auto", run.root / "export")
+    out = stages.export.run(run.config("whole"), "auto", run.root / "export")
     index = json.loads((out / "model_index.json").read_text())
     assert index["_class_name"] == "PRXPipeline" and index["text_encoder"] == ["prx", "T5GemmaEncoder"]
     assert index["scheduler"] == ["diffusers", "FlowMatchEulerDiscreteScheduler"]
     pipe = PRXPipeline.from_pretrained(out)
     pipe.set_progress_bar_config(disable=True)
 
-    snapshot = Cache(small_cache).open_snapshot()
+    snapshot = Cache(cache).open_snapshot()
     spec, weights = load_model_state(run.root / "whole" / LAST)
     (drawn,) = draw_for(run.whole, spec, dict(weights), snapshot, [0])
     records, entry = SnapshotTensors(snapshot), snapshot.sample(0)
@@ -208,3 +241,9 @@ def test_a_lora_is_exported_in_its_base_and_train_says_so_before(run: SimpleName
         stages.export.run(config, "auto", run.root / "file", form="comfyui")
     out = stages.export.run(config, "auto", run.root / "merged")
     assert (out / "model_index.json").is_file() and not list(out.glob("*.safetensors"))
+
+
+def test_the_text_encoder_of_another_model_is_not_exported(run: SimpleNamespace, make_config: Any) -> None:
+    gemma = make_config(run.root).text.id
+    with pytest.raises(ConfigError, match="t5gemma"):
+        stages.export.run(run.config("whole", f"text.id={gemma}"), "auto", run.root / "other")

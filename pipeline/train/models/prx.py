@@ -60,6 +60,7 @@ class PRX(ModelSpec):
     class_name = CLASS_NAME
     pipeline = "PRXPipeline"
     family = "prx"
+    text_kind = "t5gemma"
     overflows_in_fp16 = True
     libraries: ClassVar[Mapping[str, str]] = {"T5GemmaEncoder": "prx"}
     unread = ("diffusers", "comfyui")

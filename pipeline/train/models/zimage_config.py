@@ -36,6 +36,7 @@ class ZImageConfig(ZImageShape, ModelSpec):
 
     family = "zimage"
     pipeline = "ZImagePipeline"
+    text_kind = "qwen3"
     dropout = 0.0
 
     @property
