@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from pipeline.base.errors import ConfigError
 from pipeline.base.gpus import GIB, card
+from pipeline.base.launch import Launch
 from pipeline.data.snapshots.config import BucketConfig
 from pipeline.data.sources.config import DataConfig
 from pipeline.tools.planning import predict
@@ -21,6 +23,7 @@ from pipeline.train.models.zimage_config import ZImageConfig
 from pipeline.train.parallel import parallelize
 from pipeline.train.parallel.mesh import check_sizes
 from pipeline.train.training import checkpoint, metrics
+from pipeline.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.launched import run_worker
 from tests.support.tiny_zimage import TINY, save
@@ -41,6 +44,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def losses(place: Path) -> list[float]:
     return [row["loss"] for row in metrics.read(place / "metrics.jsonl")]
+
+
+def test_buckets_that_the_patches_do_not_divide_are_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    given = zimage.settings(tmp_path, "lora", "odd", steps=1)
+    task = replace(tiny_run.task(given), compression=8, batches={"32x32": 2, "32x24": 2})
+    with pytest.raises(ConfigError, match="multiples of 16"):
+        fit(given.train, task, Launch(), log=lambda line: None)
 
 
 @pytest.mark.slow

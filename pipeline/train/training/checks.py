@@ -66,6 +66,8 @@ def check_start(context: Context, trainable: Trainable, resumed: Resumed | None)
     run_on_all(lambda: spec.check_widths("the snapshot", fix, channels=task.channels, text_width=task.text_width))
     if task.text_kind is not None and task.model.weights is not None:
         run_on_all(partial(spec.check_text_kind, "the snapshot", f"{fix}; text.id names the encoder", task.text_kind))
+    if task.compression is not None:
+        run_on_all(partial(_check_buckets, spec, task.batches, task.compression))
     if resumed is None:
         return
     folder, document, begins = resumed
@@ -74,6 +76,14 @@ def check_start(context: Context, trainable: Trainable, resumed: Resumed | None)
         return
     run_on_all(lambda: checkpoint.check_belongs(folder, document, task.first_state, spec, adapter))
     optimizers.check_resumable(document.config["train"], train)
+
+
+def _check_buckets(spec: ModelSpec, batches: Mapping[str, int], compression: int) -> None:
+    """Refuse buckets whose pictures the model cannot take, as where its patches do not divide the latents."""
+    option = "encode with data.buckets that has [{height}, {width}] in its place, then sana-pipe bucket"
+    for name in batches:
+        height, width = map(int, name.split("x"))
+        spec.check_sides(height, width, compression, option)
 
 
 def check_layout(train: TrainConfig, spec: Callable[[], ModelSpec], batches: Mapping[str, int], layout: Layout) -> None:

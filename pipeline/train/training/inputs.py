@@ -91,6 +91,7 @@ def task_of(
         text_width=inputs.text_width,
         text_kind=inputs.text_kind,
         sample_size=inputs.sample_size,
+        compression=inputs.latent.compression,
         loader=lambda layout, start, stop: Loader(snapshot, settings(layout, start, stop)),
         batches={f"{bucket.height}x{bucket.width}": bucket.batch for bucket in snapshot.buckets},
         model=model,

@@ -77,6 +77,7 @@ class TrainingTask:
         first_state: snapshot, seed and phase of the order; its step is ignored.
         channels, text_width: of the latents and of the text rows. text_kind: of the encoder of these; None: not known.
         sample_size: side of the latent at the base resolution, for a model trained from scratch.
+        compression: pixels per latent side; None: the sides of buckets are not looked at.
         loader: (layout, start_step, stop_step) -> an iterable of this process's microbatches and the state after them.
         batches: global batch by bucket name.
         names: sample ids -> names for error messages, as far as they are known.
@@ -116,6 +117,7 @@ class TrainingTask:
     adapter: Adapter | None = None
     preserved: Sequence[Tensor] = ()
     text_kind: str | None = None
+    compression: int | None = None
     patience_s: float = PATIENCE_S
     textfile: str | None = None
     check: Callable[[Layout], None] = lambda layout: None
