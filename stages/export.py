@@ -9,14 +9,10 @@ parameter at a time, for any number of processes that wrote the checkpoint.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +20,34 @@ import torch
 
 from pipeline.base import hub
 from pipeline.base.config import Weights
-from pipeline.base.disk import sync_path
 from pipeline.base.errors import ConfigError, UserError, writing
 from pipeline.base.options import value_at
 from pipeline.base.urls import strip_credentials
 from pipeline.config import Config, written
-from pipeline.data.encoders.text import TOKENIZER_FILES, text_width
+from pipeline.data.encoders.text import text_width
 from pipeline.data.encoders.text_kind import kind_at, max_length
 from pipeline.data.encoders.vae import vae_shape
 from pipeline.tools import outputs
-from pipeline.tools.reporting.export_readme import TrainedModel, call_of, copy_pictures, readme, trigger_of
+from pipeline.tools.reporting.export_folder import (
+    MARK,
+    TOKENIZER,
+    Parts,
+    published,
+    recorded_files,
+    write_json,
+    write_parts,
+)
+from pipeline.tools.reporting.export_readme import TrainedModel, copy_pictures, readme, trigger_of
 from pipeline.train.models.adapters import Adapter, Merged, adapter_from, files
 from pipeline.train.models.spec import ModelSpec
 from pipeline.train.training import checkpoint as checkpoints
 from pipeline.train.training.base_weights import whole_weights
-
-MARK = "sana_pipe.json"
-"""Marks a folder as an export: what was exported, and the options that it depends on."""
 
 _FILES = (".safetensors", ".sft", ".pth", ".pt", ".ckpt", ".bin")
 """Endings of weights: `--out lora.safetensors` would be a folder of this name."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_TOKENIZER = (*TOKENIZER_FILES, "added_tokens.json", "chat_template.jinja")
 _SAME = (
     *("train.flow.shift", "data.resolution"),
     *("text.prompting", "text.instruction", "text.max_length"),
@@ -55,16 +55,6 @@ _SAME = (
 """Options that must be as in training."""
 _PLACES = "vae.id", "vae.revision", "text.id", "text.revision"
 _MODEL = "model.weights.id", "model.weights.revision", "model.arch", "train.seed"
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The local folders that the encoders are copied from, and the VAE's compression."""
-
-    vae: Path
-    text: Path
-    tokenizer: Path
-    compression: int
 
 
 def run(
@@ -124,10 +114,10 @@ def run(
 
     ending = f"_step_{document.state.step}{'_ema' if ema else ''}"
     about: dict[str, Any] = {"weights": name, "state": document.state, "dtype": dtype}
-    with _published(out) as work:
+    with published(out) as work:
         if parts is not None:
             architecture.save(weights, work / "transformer", DTYPES[dtype])
-            _write(config, architecture, parts, work)
+            write_parts(described(config, architecture), parts, work)
             about |= {"dtype": str(DTYPES[dtype]).removeprefix("torch."), "compression": parts.compression}
             about |= {"vae": _origin(config.vae), "text_encoder": _origin(config.text)}
             text = readme(architecture.readme, described(config, architecture), **about)
@@ -148,7 +138,7 @@ def run(
             text = readme("transformer", described(config, architecture), **about)
         (work / "README.md").write_text(text, encoding="utf-8")
         record = outputs.recorded(work)
-        _json(work / MARK, {"state": state, "config": _shown(config), "files": record})
+        write_json(work / MARK, {"state": state, "config": _shown(config), "files": record})
     print(f"exported {stored} in {dtype} to {out}; the call is in its README.md", flush=True)
     if form in ("comfyui", "nvlabs") and (warning := architecture.comfyui_warning):
         print(f"warning: {warning}", flush=True)
@@ -213,26 +203,6 @@ def _base(config: Config) -> dict[str, str]:
     return {"base": f"`{_origin(weights)}`", "place": weights.id}
 
 
-@contextmanager
-def _published(out: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `out` once it is complete."""
-    work = out.with_name(f".{out.name}.partial")
-    try:
-        with writing(out, "check the permissions, or give another --out"):
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
-            yield work
-            if (out / MARK).is_file():
-                for path, name in outputs.carry(out, work, outputs.foreign(out, _record(out), MARK)):
-                    print(f"{path} of the earlier export was changed since: it stays as {name}", flush=True)
-            for path in [*work.rglob("*"), work]:
-                if not path.is_symlink():
-                    sync_path(path)
-            _put_in_place(work, out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
 # ---------------------------------------------------------------------------------------------------- checks
 
 
@@ -257,21 +227,9 @@ def check_target(config: Config, out: Path, overwrite: bool) -> None:
     elif not overwrite:
         what, fix = f"{out} holds an export", "--overwrite, or another --out"
     else:
-        _record(out)
+        recorded_files(out)
         return
     raise UserError(what, expected="a folder that is new or empty", fix=fix)
-
-
-def _record(out: Path) -> dict[str, str]:
-    """The digest of each file that an export wrote."""
-    path = out / MARK
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["files"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(
-            f"{path}: does not list the files of the export, so files of others cannot be told from them",
-            fix="give another --out",
-        ) from None
 
 
 def default_dtype(config: Config, of_adapter: bool) -> str:
@@ -331,62 +289,7 @@ def _parts(config: Config, architecture: ModelSpec) -> Parts:
     architecture.check_widths(of_text, fix, text_width=text_width(text))
     if config.model.weights is not None:
         architecture.check_text_kind(of_text, fix, kind_at(text).name)
-    return Parts(vae, text, hub.resolve(config.text.tokenizer, _TOKENIZER), compression)
-
-
-# --------------------------------------------------------------------------------------------------- writing
-
-
-def _write(config: Config, architecture: ModelSpec, parts: Parts, work: Path) -> None:
-    """Everything of a pipeline but its transformer and its README."""
-    solver = architecture.scheduler(config.train.flow.shift)  # the only import of diffusers here
-    solver.save_pretrained(work / "scheduler")
-    copy_model(parts.vae, work / "vae")
-    copy_model(parts.text, work / "text_encoder")
-    (work / "tokenizer").mkdir()
-    for name in _TOKENIZER:
-        if (parts.tokenizer / name).is_file():
-            copy = copy_settings if name.endswith("config.json") else shutil.copyfile
-            copy(parts.tokenizer / name, work / "tokenizer" / name)
-    _json(
-        work / "model_index.json",
-        {
-            "_class_name": architecture.pipeline,
-            **architecture.pipeline_settings(call_of(described(config, architecture), parts.compression)),
-            "scheduler": ["diffusers", type(solver).__name__],
-            "text_encoder": class_of(parts.text, "text_encoder", architecture.libraries),
-            "tokenizer": ["transformers", tokenizer_class(parts.tokenizer)],
-            "transformer": ["diffusers", architecture.class_name],
-            "vae": class_of(parts.vae, "vae"),
-        },
-    )
-
-
-def class_of(folder: Path, part: str, libraries: Mapping[str, str] = {}) -> list[str]:
-    """Name the library and the class of a pipeline's part as in the `model_index.json` that the folder belongs to, or
-    else as its `config.json` does. A pipeline has no head of a language model. libraries: `ModelSpec.libraries`."""
-    index = folder.parent / "model_index.json"
-    entry = hub.read_json(index).get(part) if folder.name == part and index.is_file() else None
-    if isinstance(entry, list) and len(entry) == 2 and entry[0] in ("diffusers", "transformers", *libraries.values()):
-        return [str(each) for each in entry]
-    values = hub.read_json(folder / "config.json")
-    if "_class_name" in values:
-        return ["diffusers", str(values["_class_name"])]
-    names = values.get("architectures") or []
-    if not names:
-        raise ConfigError(
-            f"{folder / 'config.json'} names no class, which a pipeline needs",
-            expected="_class_name or architectures, as save_pretrained writes them",
-            fix="save the model again with save_pretrained, or take the folder of a pipeline",
-        )
-    name = str(names[0]).replace("ForCausalLM", "Model")
-    if name.endswith("ForConditionalGeneration"):
-        raise ConfigError(
-            f"{folder} holds an encoder with its decoder, and a pipeline has the encoder alone",
-            found=name,
-            fix="--set text.id=FOLDER with the text encoder of a pipeline of this model",
-        )
-    return [libraries.get(name, "transformers"), name]
+    return Parts(vae, text, hub.resolve(config.text.tokenizer, TOKENIZER), compression)
 
 
 def _shown(config: Config) -> dict[str, Any]:
@@ -402,59 +305,6 @@ def _shown(config: Config) -> dict[str, Any]:
 def _name(weights: Weights) -> str:
     """A hub id; a local folder stays unnamed."""
     return "a local folder" if Path(weights.id).exists() else weights.id
-
-
-def copy_settings(source: Path, target: Path) -> None:
-    """Copy a JSON object without the local paths that libraries write into it, and without names of code."""
-    values = hub.read_json(source)
-    dropped = [
-        name
-        for name in ("_name_or_path", "name_or_path", "tokenizer_file", "auto_map")
-        if (name == "auto_map" and name in values) or Path(str(values.get(name, ""))).is_absolute()
-    ]
-    if dropped:
-        _json(target, {name: value for name, value in values.items() if name not in dropped})
-    else:
-        shutil.copyfile(source, target)
-
-
-def copy_model(source: Path, target: Path) -> None:
-    """Copy a model's configuration and weights; file names lose the variant, since the copy has only one."""
-    target.mkdir()
-    for path in sorted(source.glob("*config.json")):
-        copy_settings(path, target / path.name)
-    chosen = hub.choose(source)
-    middle = f".{chosen.variant}" if chosen.variant else ""
-    plain = {name: name.replace(middle, "", 1) for name in chosen.files}
-    for name in chosen.files:
-        shutil.copyfile(source / name, target / plain[name])
-    if chosen.index is not None:
-        index = hub.read_json(source / chosen.index)
-        index["weight_map"] = {name: plain[file] for name, file in index["weight_map"].items()}
-        _json(target / f"{chosen.index.partition('.')[0]}.safetensors.index.json", index)
-
-
-def tokenizer_class(folder: Path) -> str:
-    """Name the tokenizer's class. In transformers 4 `GemmaTokenizer` is the slow class, which reads another file than
-    training did, and `TokenizersBackend` is called `PreTrainedTokenizerFast`, in 5, too."""
-    path = folder / "tokenizer_config.json"
-    name = hub.read_json(path).get("tokenizer_class") if path.is_file() else None
-    both = {"GemmaTokenizer": "GemmaTokenizerFast", "TokenizersBackend": "PreTrainedTokenizerFast"}
-    return both.get(name := str(name or "GemmaTokenizer"), name)
-
-
-def _json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _put_in_place(work: Path, out: Path) -> None:
-    old = out.with_name(f".{out.name}.old")
-    if out.exists():  # then what an earlier kill left of the old folder is in `out`, too
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(out, old)
-    os.rename(work, out)
-    sync_path(out.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _origin(weights: Weights) -> str:

@@ -32,7 +32,7 @@ from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.signals.text import TextEncoding
 from pipeline.data.sources.source import Unreadable
 from pipeline.tools.demo import small_models
-from pipeline.tools.reporting import draw_latents, drawing_folder, encoder_process
+from pipeline.tools.reporting import draw_latents, drawing_folder, encoder_process, export_folder
 from pipeline.tools.reporting import source_pictures as reading
 from pipeline.tools.reporting.contact_sheet import SheetRow, contact_sheet
 from pipeline.tools.reporting.export_readme import call_arguments, readme
@@ -200,7 +200,7 @@ def test_the_ema_weights_are_exported_and_drawn_with_when_asked_for(
     exported = dict(load_transformer(tmp_path / "averaged" / "transformer").named_parameters())
     assert all(torch.equal(exported[name], value) for name, value in averages.items())
     assert not all(torch.equal(last[name], value) for name, value in averages.items())
-    assert json.loads((tmp_path / "averaged" / export.MARK).read_text())["state"]["weights"] == "EMA weights"
+    assert json.loads((tmp_path / "averaged" / export_folder.MARK).read_text())["state"]["weights"] == "EMA weights"
     assert "the EMA weights of step 3" in (tmp_path / "averaged" / "README.md").read_text()
     for ema, stem in ((False, "sana_step_3"), (True, "sana_step_3_ema")):
         export.run(trained.config, "auto", tmp_path / stem, ema=ema, form="nvlabs")
@@ -333,7 +333,7 @@ def test_an_export_is_on_the_disk_before_it_takes_its_name(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, synced = tmp_path / "export", list[tuple[Path, bool]]()
-    monkeypatch.setattr(export, "sync_path", lambda path: synced.append((path, out.exists())))
+    monkeypatch.setattr(export_folder, "sync_path", lambda path: synced.append((path, out.exists())))
     export.run(trained.config, "auto", out, form="nvlabs")
     work = tmp_path / ".export.partial"
     assert set(synced[:-1]) == {(work / path.relative_to(out), False) for path in (out, *out.rglob("*"))}
@@ -368,7 +368,7 @@ def test_export_is_whole_or_not_at_all(trained: Trained, tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "copy_model", full)
+        patch.setattr(export_folder, "copy_model", full)
         with pytest.raises(NoSpaceError, match=naming(out)):
             export.run(trained.config, "auto", out, overwrite=True)
     assert {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
@@ -392,14 +392,14 @@ def test_an_export_is_replaced_only_by_overwrite(
     out = tmp_path / "export"
     out.mkdir()
     mark = json.dumps({"files": {}})
-    (out / export.MARK).write_text(mark)
+    (out / export_folder.MARK).write_text(mark)
     written: list[Path] = []
-    monkeypatch.setattr(export, "_write", lambda *rest: written.append(rest[2]))
+    monkeypatch.setattr(export, "write_parts", lambda *rest: written.append(rest[2]))
     with pytest.raises(UserError, match="holds an export") as caught:
         export.run(trained.config, "auto", out)
-    assert "--overwrite" in str(caught.value.fix) and (out / export.MARK).read_text() == mark and not written
+    assert "--overwrite" in str(caught.value.fix) and (out / export_folder.MARK).read_text() == mark and not written
     export.run(trained.config, "auto", out, overwrite=True)
-    assert written and json.loads((out / export.MARK).read_text())["state"]["step"] == 3
+    assert written and json.loads((out / export_folder.MARK).read_text())["state"]["step"] == 3
 
 
 def test_what_was_added_to_an_export_or_changed_in_it_stays(
@@ -425,8 +425,8 @@ def test_what_was_added_to_an_export_or_changed_in_it_stays(
 
 
 def test_an_export_without_a_list_of_its_files_is_not_replaced(trained: Trained, tmp_path: Path) -> None:
-    (tmp_path / export.MARK).write_text("{}")
-    with pytest.raises(UserError, match=naming(tmp_path / export.MARK, "--out")):
+    (tmp_path / export_folder.MARK).write_text("{}")
+    with pytest.raises(UserError, match=naming(tmp_path / export_folder.MARK, "--out")):
         export.run(trained.config, "auto", tmp_path, overwrite=True)
 
 
@@ -463,7 +463,7 @@ def test_an_export_says_what_is_in_it_and_not_where_it_came_from(trained: Traine
     files = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     for place in (str(tmp_path), str(trained.root), "sesame"):
         assert [name for name, content in files.items() if place.encode() in content] == []
-    mark = json.loads(files.pop(export.MARK))
+    mark = json.loads(files.pop(export_folder.MARK))
     assert mark["state"]["step"] == 3
     assert mark["config"]["text.instruction"] == "Draw this: "
 

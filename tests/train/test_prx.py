@@ -23,6 +23,7 @@ from pipeline.base.errors import ConfigError
 from pipeline.data.cache.cache import Cache
 from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.signals.text import TextEncoding
+from pipeline.tools.reporting import export_folder
 from pipeline.tools.reporting.draw_latents import SnapshotTensors
 from pipeline.train.models.prx import PRX
 from pipeline.train.models.sampler import noise_of, pad_rows
@@ -229,7 +230,7 @@ def test_diffusers_pipeline_loads_the_export_and_draws_what_sample_draws(
 def test_a_whole_t5gemma_is_no_part_of_a_pipeline(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["T5GemmaForConditionalGeneration"]}))
     with pytest.raises(ConfigError, match="decoder"):
-        stages.export.class_of(tmp_path, "text_encoder", PRX.libraries)
+        export_folder.class_of(tmp_path, "text_encoder", PRX.libraries)
 
 
 def test_a_lora_is_exported_in_its_base_and_train_says_so_before(run: SimpleNamespace) -> None:

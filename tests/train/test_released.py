@@ -30,7 +30,7 @@ from pipeline.config import Config, dump, load
 from pipeline.data.cache.cache import Cache
 from pipeline.data.cache.index import commits
 from pipeline.data.encoders.config import VaeConfig
-from pipeline.tools.reporting import encoder_process
+from pipeline.tools.reporting import encoder_process, export_folder
 from pipeline.train.models import nvlabs
 from pipeline.train.models.sana import SanaTransformer, parameter_shapes
 from pipeline.train.models.sana_config import SanaConfig
@@ -883,7 +883,7 @@ def test_an_nvlabs_export_starts_a_run(run: SimpleNamespace, tmp_path: Path) -> 
         "sana_step_1.safetensors",
         "config.json",
         "README.md",
-        export.MARK,
+        export_folder.MARK,
     }
     lines: list[str] = []
     again = load(
@@ -908,16 +908,16 @@ def test_the_tokenizer_of_an_export_is_the_fast_one(tmp_path: Path) -> None:
         ("TokenizersBackend", "PreTrainedTokenizerFast"),  # its name in transformers 5, which 4 lacks
     ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": given} if given else {}))
-        assert export.tokenizer_class(tmp_path) == wanted
+        assert export_folder.tokenizer_class(tmp_path) == wanted
 
 
 def test_paths_of_the_machine_that_wrote_a_model_are_not_passed_on(tmp_path: Path) -> None:
     source, target = tmp_path / "config.json", tmp_path / "copy.json"
     source.write_text(json.dumps({"_name_or_path": "/home/me/model", "hidden_size": 3, "auto_map": {}}))
-    export.copy_settings(source, target)
+    export_folder.copy_settings(source, target)
     assert json.loads(target.read_text()) == {"hidden_size": 3}
     source.write_text('{"_name_or_path": "google/gemma-2-2b-it"}')
-    export.copy_settings(source, target)
+    export_folder.copy_settings(source, target)
     assert target.read_bytes() == source.read_bytes(), "a hub id is no path"
 
 

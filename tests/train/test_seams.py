@@ -362,7 +362,7 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
 
 
 def test_the_class_of_a_part_is_that_of_its_pipeline_or_of_its_configuration(tmp_path: Path) -> None:
-    from stages.export import class_of
+    from pipeline.tools.reporting.export_folder import class_of
 
     def named(**values: Any) -> list[str]:
         (tmp_path / "vae").mkdir(exist_ok=True)

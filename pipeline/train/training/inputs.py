@@ -35,6 +35,16 @@ VALIDATION_SEED = 0
 compared."""
 
 
+def _check_quarantine(layout: Layout) -> None:
+    """Refuse a quarantine where several processes read the same batch."""
+    if layout.model_parallel_size > 1:
+        raise ConfigError(
+            f"--quarantine with train.parallel.tp_size = {layout.tp} and pp_size = {layout.pp}: processes of one "
+            "batch read it each; if only one of them finds a record unreadable, they go on with other samples",
+            fix="train without --quarantine: a bad record stops the run and is named (sana-pipe verify --repair)",
+        )
+
+
 def task_of(
     train: TrainConfig,
     inputs: Inputs,
@@ -51,12 +61,8 @@ def task_of(
 
     def check(layout: Layout) -> None:
         inputs.check_pictures(kinds)
-        if quarantine is not None and layout.model_parallel_size > 1:
-            raise ConfigError(
-                f"--quarantine with train.parallel.tp_size = {layout.tp} and pp_size = {layout.pp}: processes of one "
-                "batch read it each; if only one of them finds a record unreadable, they go on with other samples",
-                fix="train without --quarantine: a bad record stops the run and is named (sana-pipe verify --repair)",
-            )
+        if quarantine is not None:
+            _check_quarantine(layout)
 
     def settings(layout: Layout, start: int, stop: int) -> LoaderSettings:
         return LoaderSettings(
