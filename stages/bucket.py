@@ -187,7 +187,7 @@ def _listed(names: list[str], count: int) -> str:
 
 def _print_id(report: dict[str, Any]) -> None:
     name = f" ({report['name']})" if report["name"] else ""
-    made = f"snapshot {report['snapshot']}{name}, content {report['content']}"
+    made = f"snapshot {report['snapshot']}{name}" + (f", content {report['content']}" if report["content"] else "")
     click.echo(made if report["snapshot"] else f"dry run: no snapshot was made{name}")
     if report["unchanged"]:
         click.echo(

@@ -254,6 +254,10 @@ def check_same(config: Config, trained: dict[str, Any], folder: Path) -> None:
     current = config.model_dump(mode="json")
     before = {name: value_at(trained, name) for name in (*_SAME, *_PLACES)}
     now = {name: value_at(current, name) for name in before}
+    if None in (lengths := {each["text.max_length"] for each in (before, now)}) and len(lengths) > 1:
+        usual = max_length(config.text.model_copy(update={"max_length": None}))
+        for each in (before, now):
+            each["text.max_length"] = each["text.max_length"] or usual
     differences = [
         f"{name}: the checkpoint has {before[name]!r}, the configuration {now[name]!r}"
         for name in _SAME

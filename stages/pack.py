@@ -80,15 +80,16 @@ def run(
         packed = cache.add_snapshot(head, name, latest=latest, move=move)
         if (part := heldout.find(cache, source)) is not None:
             cache.point(f"{name}.heldout", part, move=move)
-        report["bytes"] = int(head.shard_sizes().sum())
+        report |= {"bytes": int(head.shard_sizes().sum()), "content": Head.read(cache.files, packed).content_id}
     report |= {"snapshot": packed, "name": name}
     if as_json:
         click.echo(json.dumps(report))
     elif packed is None:
-        click.echo(f"other processes are still packing {left} parts: the last of them publishes the packed snapshot")
+        click.echo(f"other processes still pack {left} units of work: the last of them publishes the packed snapshot")
     else:
         click.echo(f"packed {source.id} into {report['shards']} shards, {amount(report['bytes'])}")
-        click.echo(f"snapshot {packed} ({name})")
+        content = f", content {report['content']}" if report["content"] else ""
+        click.echo(f"snapshot {packed} ({name}){content}")
     return packed
 
 

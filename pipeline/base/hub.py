@@ -308,7 +308,7 @@ def load(kind: Any, folder: Path, what: str, **options: Any) -> Any:
             raise ModelError(
                 f"the {what} in {folder} names code of its own, which is not run",
                 expected="a class of transformers, and no `auto_map` in its JSON files",
-                fix="take the files of google/gemma-2-2b-it or of a Sana repository",
+                fix="take the files of the repository of the model that is trained",
             ) from None
         what = f"the {what} in {folder} cannot be loaded"
         raise ModelError(what, found=found, fix="fetch the folder again") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -152,6 +153,18 @@ def test_what_decides_a_latent_is_in_its_encoding_and_nothing_else(with_quant: P
     assert after("quant", lambda t: t["quant_conv.bias"].add_(1))["weights"] != before["weights"]
     assert after("groups", nothing, norm_num_groups=2)["weights"] != before["weights"]
     assert after("shift", nothing, shift_factor=0.25) == {**before, "shift_factor": 0.25}
+
+
+def test_a_file_older_than_the_scale_has_that_of_stable_diffusion(folder: Path, tmp_path: Path) -> None:
+    config = settings_of(Path(shutil.copytree(folder, tmp_path / "copy")))
+    path = tmp_path / "copy" / "vae" / "config.json"
+    stated = json.loads(path.read_text())
+    del stated["scaling_factor"]
+    path.write_text(json.dumps(stated))
+    from diffusers import AutoencoderKL
+
+    unstated = inspect.signature(AutoencoderKL.__init__).parameters["scaling_factor"].default
+    assert encoders.describe_vae(config)["scaling_factor"] == unstated == 0.18215
 
 
 def test_a_batch_is_measured_without_weights(folder: Path) -> None:

@@ -315,6 +315,16 @@ def test_another_configuration_than_the_checkpoints_is_refused(trained: Trained,
     assert not (tmp_path / "export").exists()
 
 
+def test_a_length_that_is_written_out_is_the_encoders(trained: Trained, tmp_path: Path) -> None:
+    document = checkpoints.read_document(trained.checkpoint)
+    for then, now in ((300, None), (None, 300), (None, None)):
+        of_training = {**document.config, "text": {**document.config["text"], "max_length": then}}
+        given = changed(trained.config, tmp_path, f"text.max_length={'null' if now is None else now}")
+        export.check_same(given, of_training, trained.checkpoint)
+    with pytest.raises(ConfigError, match=naming("text.max_length", "200")):
+        export.check_same(given, {**of_training, "text": {**of_training["text"], "max_length": 200}}, tmp_path)
+
+
 def test_best_takes_the_checkpoint_with_the_lowest_heldout_loss(trained: Trained, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)

@@ -53,7 +53,7 @@ class Rows:
             self.append(values)
         except OSError as error:
             if not late:
-                self._log(f"warning: {self.path}: cannot be written: {error.strerror}; new rows wait until it can")
+                self._log(f"warning: {self.path}: cannot be written: {error.strerror}; new rows wait until it can be")
 
     def track(self, step: int, values: dict[str, Any], group: str) -> None:
         """Hand the numbers of a row to the trackers."""

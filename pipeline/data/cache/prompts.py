@@ -98,7 +98,8 @@ class PromptSet:
         return self._rows(1 + number)
 
     def null(self) -> tuple[np.ndarray, np.ndarray]:
-        """The null record: bits of bf16, uint16 (max_length, width), and its mask, bool (max_length,).
+        """The null record: bits of bf16, uint16 (rows, width), and its mask, bool (rows,). rows: all of `max_length`
+        where the kind of encoder pads it (Gemma-2), else those of the empty caption.
 
         Raises:
             IntegrityError: the table is missing or damaged.

@@ -147,7 +147,7 @@ class Head(HeadObject):
         counts: `samples`, for other tools.
         leaked: held-out snapshot -> its samples that look like one of these, where that was counted.
         content_id: digest of samples, records, order and policies alone: equal for equal ones in any cache, whatever
-            scans, shards and history they have. None: an earlier version wrote the head.
+            scans and shards it has. None: an earlier version wrote the head.
     """
 
     encodings: Mapping[str, Mapping[str, Any]]

@@ -12,6 +12,8 @@ import torch
 
 from pipeline.data.encoders.vae_kind import VaeKind
 
+_UNSTATED_SCALE = 0.18215
+"""The scaling factor of Stable Diffusion's VAEs, whose files are older than the key; diffusers' default."""
 _OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 """Names of diffusers before 0.16 in an attention -> those of now."""
 
@@ -40,6 +42,10 @@ class Variational(VaeKind):
     @property
     def compression(self) -> int:
         return 2 ** (len(self.architecture["block_out_channels"]) - 1)
+
+    @property
+    def scaling_factor(self) -> float:
+        return super().scaling_factor if "scaling_factor" in self.settings else _UNSTATED_SCALE
 
     @property
     def shift_factor(self) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipeline.base.errors import ConfigError
+from pipeline.base.errors import CacheError, ConfigError
 from pipeline.base.hub import ModelError, is_local, read_settings, resolve
 from pipeline.data.encoders.config import TextConfig
 
@@ -144,7 +144,13 @@ class TextKind(ABC):
 
 
 def kind_class(name: str) -> type[TextKind]:
-    """The class of a kind. name: transformers' `model_type`, or that in an encoding."""
+    """The class of a kind. name: transformers' `model_type`, or that in an encoding. CacheError for another."""
+    if name not in KINDS:
+        raise CacheError(
+            f"a text encoder of the kind {name!r}, which this version does not know",
+            expected=" or ".join(KINDS),
+            fix="read this cache with the version of sana-pipe that wrote it, or a newer one",
+        )
     return pkgutil.resolve_name(KINDS[name])
 
 

@@ -49,7 +49,8 @@ class Qwen3(TextKind):
                 raise not_permitted(file) or ModelError(f"{file} cannot be read", found=str(error)) from None
         found = read_json(settings).get("chat_template") if settings.is_file() else None
         if isinstance(found, list):
-            found = {each["name"]: each["template"] for each in found}.get("default")
+            named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
+            found = named[0].get("template") if named else None
         if not isinstance(found, str) or not found:
             raise ModelError(
                 f"the tokenizer in {tokenizer} has no chat template, which {self.called} ({self.folder}) puts every "
@@ -82,8 +83,9 @@ class Qwen3(TextKind):
         return {**architecture, "sliding_window": window, **layers_and_rope(self.settings, kinds)}
 
     def tensor(self, stored: str) -> str | None:
-        name = stored.removeprefix("model.")
-        return None if name.startswith("lm_head.") else name
+        name, layers = stored.removeprefix("model."), self.architecture()["num_hidden_layers"]
+        unused = ("lm_head.", f"layers.{layers - 1}.", "norm.")  # as `prepared` leaves them out
+        return None if name.startswith(unused) else name
 
     def model_class(self) -> tuple[Any, dict[str, Any]]:
         import transformers

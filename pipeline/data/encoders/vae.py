@@ -270,8 +270,8 @@ def check_decoder(folder: Path, other: Path) -> None:
     vae, decoder = vae_at(folder), decoder_at(other)
     names = ("pixels per latent side", "latent channels", "scaling factor", "shift factor")
     ours = [vae.compression, vae.channels, vae.scaling_factor, vae.shift_factor]
-    stated = decoder.settings.get("scaling_factor", vae.scaling_factor)
-    factors = ours[2:] if decoder.imitates else [stated, decoder.shift_factor]
+    stated = [decoder.settings.get(name) for name in ("scaling_factor", "shift_factor")]
+    factors = [our if decoder.imitates or their is None else their for our, their in zip(ours[2:], stated, strict=True)]
     theirs = [decoder.decoder_compression, decoder.channels, *factors]
     odd = [f"{name}: {a} | {b}" for name, a, b in zip(names, ours, theirs, strict=True) if a != b]
     if odd:

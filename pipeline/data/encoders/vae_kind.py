@@ -54,14 +54,14 @@ class VaeKind(ABC):
     folder: Path
     settings: Mapping[str, Any]
 
-    def check(self) -> None:
-        """Refuse settings that no kind implements."""
+    def check(self, fix: str) -> None:
+        """Refuse settings that no kind implements. fix: says which option names another model."""
         if named := [name for name in ("latents_mean", "latents_std") if self.settings.get(name) is not None]:
             raise ModelError(
                 f"{self.folder / 'config.json'} normalises each channel of a latent apart, which is not implemented",
                 expected="latents_mean and latents_std null; scaling_factor and shift_factor are for all channels",
                 found=", ".join(named),
-                fix="vae.id: a VAE without them",
+                fix=fix,
             )
 
     @property
@@ -101,7 +101,7 @@ class VaeKind(ABC):
                 f"{self.folder / 'config.json'} states no usable {name}",
                 expected=f"a {'positive ' if name == 'scaling_factor' else ''}number ({self.example})",
                 found=repr(value),
-                fix=f"write it into {self.folder / 'config.json'}, or fetch the folder again",
+                fix=f"write the authors' value into {self.folder / 'config.json'}, or fetch the folder again",
             )
         return float(value)
 
@@ -177,5 +177,5 @@ def _kind(kinds: Mapping[str, str], folder: Path, what: str, fix: str) -> VaeKin
         fix += "; latents of a VAE of videos have an axis of time, which records of pictures do not have"
     settings = read_settings(folder, "_class_name", tuple(kinds), what, fix)
     kind: VaeKind = pkgutil.resolve_name(kinds[settings["_class_name"]])(folder, settings)
-    kind.check()
+    kind.check(fix)
     return kind

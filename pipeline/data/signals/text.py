@@ -50,9 +50,10 @@ class TextEncoding(CaptionSignal):
         from pipeline.data.encoders.text_kind import kind_class
 
         text, kind = encoders.text, kind_class(self.encoder_kind)
+        prompting = {normalisation: name for name, normalisation in kind.normalisations.items()}
         return {
             "text.dtype": (text.dtype, self.dtype),
-            "text.prompting": (kind.normalisations.get(text.prompting), self.normalisation),
+            "text.prompting": (text.prompting, prompting.get(self.normalisation, self.normalisation)),
             "text.max_length": (kind.rows(text), self.max_length),
             "text.instruction": (kind.instruction(text), self.instruction),
             "encode.storage.text": (encode.storage.text, self.storage),

@@ -75,7 +75,8 @@ def planned(cache: Cache, snapshot: Snapshot, mib: int) -> WorkList:
                 count = min(run.block, row - start)
                 units.append(Unit(layout.digest("unit", name, str(start)).hex(), start, count, 1))
         units.append(Unit(layout.digest("unit", name, "null").hex(), row, 1, 1))
-        table = pa.table({"snapshot": [snapshot.id], "mib": [mib], "blocks": [blocks]})
+        shuffle = snapshot.head.content_id or name  # so packs of equal content are equal, in any cache
+        table = pa.table({"snapshot": [snapshot.id], "mib": [mib], "blocks": [blocks], "shuffle": [shuffle]})
         cache.add_plan(name, 0, units, table)
     return cache.plan(name, 0)
 
@@ -112,6 +113,12 @@ def _blocks(cache: Cache, plan: WorkList) -> list[int]:
     return cache.table(plan.table).column("blocks")[0].as_py()
 
 
+def _shuffle(cache: Cache, plan: WorkList) -> str:
+    """The key of the permutations. Plans of earlier versions do not state it: it is the name of their folder."""
+    table = cache.table(plan.table)
+    return table.column("shuffle")[0].as_py() if "shuffle" in table.column_names else plan.encoding
+
+
 class _Run(NamedTuple):
     """Rows that are shuffled together: a bucket, or a part of it. block: samples per shard."""
 
@@ -142,7 +149,7 @@ class Packer:
         self._readers = {kind: snapshot.reader(kind, ranged=True) for kind in snapshot.pictures}
         self._texts = snapshot.reader(snapshot.caption.kind, ranged=True)
         self._blocks = _blocks(cache, plan)
-        self._shuffle = snapshot.head.content_id or plan.encoding  # equal packs of equal content, in any cache
+        self._shuffle = _shuffle(cache, plan)
 
     def make(self, plan: WorkList, unit: Unit, progress: Callable[[int, int], None]) -> index.Commit:
         """`pack_unit`, as `work.engine` calls it. progress: called with (samples, 0)."""

@@ -10,7 +10,7 @@ from pipeline.base.errors import CacheError, escaped
 from pipeline.base.options import flat
 from pipeline.data.cache.cache import Cache
 from pipeline.data.cache.findings import bucket_command
-from pipeline.data.cache.layout import Paths
+from pipeline.data.cache.layout import BUCKET, Paths
 from pipeline.data.cache.snapshot import Snapshot
 from pipeline.data.cache.snapshot_head import Head
 
@@ -50,7 +50,9 @@ def described(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
         "encodings": {kind: encoding.name for kind, encoding in head.encodings_by_kind.items()},
         "sources": {name: {"scan": scan, "read": read.get(name)} for name, scan in head.sources.items()},
         "left_out": dict(head.left_out),
-        "command": bucket_command(next(iter(names), "NAME"), head),
+        "command": bucket_command("latest", head)
+        if head.folder is None
+        else f"{BUCKET} --pack --snapshot {head.parent}",
     }
 
 
@@ -63,7 +65,7 @@ def lines(made: dict[str, Any]) -> Iterator[str]:
     yield f"  {made['samples']} samples in {len(made['buckets'])} buckets{', packed' if made['packed'] else ''}"
     for name, source in made["sources"].items():
         read = ", ".join(f"data.{option}: {value!r}" for option, value in flat(source["read"] or {}))
-        unknown = "the cache no longer has the scan" if source["read"] is None else "read with the defaults"
+        unknown = "the cache does not have the scan" if source["read"] is None else "read with the defaults"
         yield escaped(f"  source {name}: scan {source['scan']}, {read or unknown}")
     for section, options in sorted(made["options"].items()):
         yield from (escaped(f"  {section}.{option}: {value!r}") for option, value in flat(options))

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.data.cache.adopt import adopt, bring
 from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.snapshot_head import check_sizes
+from pipeline.data.cache.snapshot_head import Head, check_sizes
 from pipeline.data.signals.latent import LatentEncoding
 from pipeline.data.snapshots import selection
 from pipeline.data.snapshots.frames import pieces
@@ -30,15 +30,15 @@ def publish(
     head = replace(made.assembled.head, options=inputs.options, leaked=made.leaked or None)
     assembled = replace(made.assembled, head=head)
     adopted_bytes = _adopt(made, inputs, dry_run)
-    before = snapshot_id = written = None
+    before = snapshot_id = content = None
     if dry_run:
         _check_shards(made, inputs)
         if name is not None and not move and cache.snapshot_of(name) is not None:
             cache.check_taken(assembled.written(None), name)
     else:
         before = cache.snapshot_of("latest")
-        written = assembled.written(cache.files)
-        snapshot_id = cache.add_snapshot(written, name, latest=latest, move=move)
+        snapshot_id = cache.add_snapshot(assembled.written(cache.files), name, latest=latest, move=move)
+        content = Head.read(cache.files, snapshot_id).content_id  # an equal snapshot that was there may state none
     sources, rows = made.joined.sources, made.assembled.report
     lists = [None if dry_run else cache.files.where(groups.write(cache.files)) for groups in made.duplicates]
     counts = np.zeros(len(sources), np.int64)
@@ -47,7 +47,7 @@ def publish(
     repeated = selection.repeated(made.joined, made.frame, inputs.records)
     return {
         "snapshot": snapshot_id,
-        "content": None if written is None else written.content_id,
+        "content": content,
         "unchanged": snapshot_id is not None and snapshot_id == before,
         "name": name,
         "samples": head.samples,

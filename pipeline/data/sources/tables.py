@@ -70,7 +70,7 @@ PICTURE_COLUMNS = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "we
 SNIFFED = 16
 """Rows of a column that are looked at to find out whether it holds pictures."""
 
-MAX_BESIDE = 64
+MAX_OTHERS = 64
 """Other files of a source whose columns are looked at for a message."""
 
 JSON_CAPTIONS = ("caption", "tags")
@@ -290,7 +290,7 @@ class ParquetSource(FilesSource):
     def _columns_next_to(self, name: str) -> set[str]:
         """The columns of some of the other files."""
         columns = set[str]()
-        for file in [file for file in self.files if file != name][:MAX_BESIDE]:
+        for file in [file for file in self.files if file != name][:MAX_OTHERS]:
             with suppress(pa.ArrowException, OSError):  # is reported where the rows are read
                 columns.update(_columns_of(self._file(file).schema_arrow))
         return columns

@@ -23,7 +23,7 @@ from pipeline.tools.reporting.export_readme import TrainedModel, call_of
 MARK = "sana_pipe.json"
 """Marks a folder as an export: what was exported, and the options that it depends on."""
 
-TOKENIZER = (*TOKENIZER_FILES, "added_tokens.json", "chat_template.jinja")
+TOKENIZER = (*TOKENIZER_FILES, "added_tokens.json")
 """Files of a tokenizer that a pipeline has."""
 
 
