@@ -150,7 +150,13 @@ def _trained(config: Config, checkpoint: str, ema: bool) -> tuple[Config, checkp
 
 
 def _sampling(config: Config, architecture: ModelSpec) -> Sampling:
-    return Sampling.of(config.sample, config.train.flow.shift, config.train.drawn_at_once, architecture.scheduler)
+    return Sampling.of(
+        config.sample,
+        config.train.flow.shift,
+        config.train.drawn_at_once,
+        architecture.scheduler,
+        architecture.sigmas,
+    )
 
 
 def _columns(

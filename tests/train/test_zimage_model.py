@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.base.errors import ConfigError, UserError
+from pipeline.train.models.sampler import Sampling, sample
 from pipeline.train.models.spec import Call, spec_at, spec_of
 from pipeline.train.models.zimage_config import ZImageConfig
 from tests.support.tiny_zimage import TINY, inputs, predicted, reference, save, weights
@@ -238,3 +239,23 @@ def test_the_call_counts_guidance_as_the_pipeline_does(guidance: float, scale: s
     call = Call(1024, 8, True, 50, guidance, None, None)
     assert TINY.call_arguments(call)["guidance_scale"] == scale
     assert TINY.call_arguments(replace(call, max_length=256))["max_sequence_length"] == "256"
+
+
+def test_it_draws_at_the_noise_levels_of_its_pipeline() -> None:
+    from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sigmas
+
+    seen: list[float] = []
+
+    def predict(latents: torch.Tensor, text: torch.Tensor, mask: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        seen.append(float(times[0]))
+        return torch.zeros_like(latents)
+
+    rows, noise = torch.zeros(3, TINY.cap_feat_dim), torch.zeros(1, TINY.in_channels, 4, 4)
+    settings = Sampling(steps=5, flow_shift=6.0, solver=TINY.scheduler, sigmas=TINY.sigmas)
+    sample(predict, [rows], rows, noise, settings)
+    theirs = TINY.scheduler(6.0)
+    theirs.set_timesteps(sigmas=get_default_z_image_sigmas(5))
+    assert seen == pytest.approx(theirs.timesteps.tolist(), rel=1e-6)
+    alone = TINY.scheduler(6.0)
+    alone.set_timesteps(5)
+    assert seen[-1] > 2 * float(alone.timesteps[-1]), "the scheduler's levels are others"

@@ -3,7 +3,7 @@
 A loop around a scheduler of diffusers (`ModelSpec.scheduler`): for Sana DPM-Solver++ (2211.01095), set as its published
 pipelines set it. `SanaPipeline` would import the text encoder and the autoencoder; here captions are cached rows, so
 only the transformer is on the device. The loop agrees with `SanaPipeline(output_type="latent",
-use_resolution_binning=False)`; a test compares the two.
+use_resolution_binning=False)`; a test compares the two. `ModelSpec.sigmas` gives the levels of other pipelines.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Sampling:
         flow_shift: that of training.
         batch: at most this many pictures at once; None takes all.
         solver: makes the scheduler from the shift, a new one for each batch.
+        sigmas: see `ModelSpec.sigmas`.
     """
 
     steps: int = 20
@@ -87,6 +88,7 @@ class Sampling:
     flow_shift: float = 3.0
     batch: int | None = None
     solver: Callable[[float], Any] = scheduler
+    sigmas: Callable[[int], list[float] | None] = lambda steps: None
 
     @classmethod
     def of(
@@ -95,8 +97,9 @@ class Sampling:
         flow_shift: float,
         batch: int | None = None,
         solver: Callable[[float], Any] = scheduler,
+        sigmas: Callable[[int], list[float] | None] = lambda steps: None,
     ) -> Sampling:
-        return cls(settings.steps, settings.guidance, flow_shift, batch, solver)
+        return cls(settings.steps, settings.guidance, flow_shift, batch, solver, sigmas)
 
 
 @torch.no_grad()
@@ -131,7 +134,8 @@ def sample(
         given = []
         if controls is not None:
             given = [controls[first : first + size].to(text).repeat(2 if guided else 1, 1, 1, 1)]
-        solver.set_timesteps(settings.steps, device=text.device)
+        levels = settings.sigmas(settings.steps)
+        solver.set_timesteps(settings.steps, device=text.device, **({} if levels is None else {"sigmas": levels}))
         solver.set_begin_index(0)  # else it looks the first timestep up on the device, and waits for it
         for timestep in solver.timesteps:
             inputs = (torch.cat([latents, latents]) if guided else latents).to(text.dtype)

@@ -262,6 +262,10 @@ class ModelSpec(ABC):
 
         return euler(shift)
 
+    def sigmas(self, steps: int) -> list[float] | None:
+        """The noise levels, before the shift, that the model's pipeline gives its scheduler; None: the scheduler's."""
+        return None
+
     def call_arguments(self, call: Call) -> dict[str, str]:
         """Return what the call of `pipeline` must be given, as Python source by argument."""
         return {

@@ -72,6 +72,10 @@ class ZImageConfig(ZImageShape, ModelSpec):
                 fix=option.format(height=min(height, limits[0]), width=min(width, limits[1])),
             )
 
+    def sigmas(self, steps: int) -> list[float]:
+        """As `ZImagePipeline`: from 1 to 1 / steps. The scheduler's end at a level that it shifts a second time."""
+        return [1 - step / steps for step in range(steps)]
+
     def call_arguments(self, call: Call) -> dict[str, str]:
         """`guidance_scale` counts from the caption's prediction, `sample.guidance` from that of the empty caption."""
         arguments = {**super().call_arguments(call), "guidance_scale": f"{call.guidance - 1:g}"}

@@ -100,7 +100,8 @@ class Drawings:
                 rows = [self.rows[number].to(context.device, dtype) for number in numbers]
                 noise = prompt_noise([prompts.texts[number] for number in numbers], shape, settings.seed)
                 controls = torch.stack([self.controls[number] for number in numbers]) if self.controls else None
-                sampling = Sampling.of(settings, context.train.flow.shift, solver=self.run.trainable.spec.scheduler)
+                spec, shift = self.run.trainable.spec, context.train.flow.shift
+                sampling = Sampling.of(settings, shift, solver=spec.scheduler, sigmas=spec.sigmas)
                 drawn = sample(self._predict, rows, self.null, noise, sampling, controls)
                 latents.update(zip(numbers, drawn.cpu(), strict=True))
         except Interrupted:
