@@ -391,7 +391,9 @@ def spec_at(place: Path, variant: str | None = None) -> ModelSpec:
         return spec_of(nvlabs.read(place, variant)[0].to_dict(), str(place))
     data = hub.read_json(place / "config.json")
     spec = spec_of(data, str(place / "config.json"))
-    spec.check_base((str(place.resolve()), str(data.get("_name_or_path", ""))))
+    parts = place.resolve().parts  # folders above the model's have names of people's choice
+    folders = [*parts[-2:], *(part for part in parts if part.startswith("models--"))]
+    spec.check_base((*folders, str(data.get("_name_or_path", ""))))
     return spec
 
 

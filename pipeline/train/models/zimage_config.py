@@ -73,7 +73,7 @@ class ZImageConfig(ZImageShape, ModelSpec):
             )
 
     def sigmas(self, steps: int) -> list[float]:
-        """As `ZImagePipeline`: from 1 to 1 / steps. The scheduler's end at a level that it shifts a second time."""
+        """The levels of `ZImagePipeline`, from 1 to 1 / steps; its scheduler alone would shift the last level twice."""
         return [1 - step / steps for step in range(steps)]
 
     def call_arguments(self, call: Call) -> dict[str, str]:
