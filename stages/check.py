@@ -183,6 +183,13 @@ def _tokenizer(config: Config) -> _Part:
     return part
 
 
+def _check_sides(config: Config, transformer: ModelSpec | None, compression: int) -> None:
+    """Refuse buckets that the VAE or the transformer's patches do not divide; None: the transformer is unknown."""
+    for height, width in buckets.table(config.data, compression):
+        if transformer is not None:
+            transformer.check_sides(height, width, compression, "data.buckets with [{height}, {width}] in its place")
+
+
 def _misfits(
     config: Config, vae: tuple[int, int] | None, text: TextKind | None, shape: ModelSpec | None
 ) -> list[UserError]:
@@ -202,7 +209,7 @@ def _misfits(
         fix = "set text.id to the encoder of the model that is trained, or to the pipeline that has it"
         checks.append(partial(shape.check_text_kind, f"text.id ({config.text.id})", fix, text.name))
     if vae is not None:
-        checks.append(partial(buckets.table, config.data, vae[0]))
+        checks.append(partial(_check_sides, config, transformer, vae[0]))
     for check in checks:
         try:
             check()

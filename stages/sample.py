@@ -101,6 +101,9 @@ def run(
     architecture, columns = stored.architecture, _columns(config, stored, scale, base)
     channels, text_width = opened.encoding(LatentEncoding).channels, opened.encoding(TextEncoding).width
     architecture.check_widths(f"snapshot {opened.id[:12]}", _FIX, channels=channels, text_width=text_width)
+    if config.model.weights is not None:
+        kind = opened.encoding(TextEncoding).encoder_kind
+        architecture.check_text_kind(f"snapshot {opened.id[:12]}", _FIX, kind)
     wanted = min(count or CAPTIONS, len(opened))
     if wanted < (count or CAPTIONS):
         _log(f"the snapshot has only {wanted} samples: drawing {wanted} pictures")

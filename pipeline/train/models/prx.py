@@ -103,7 +103,7 @@ class PRX(ModelSpec):
         if unknown or other:
             raise ConfigError(
                 f"{source} has keys that this PRX transformer does not implement: {', '.join(unknown + other)}",
-                expected="PRX on latents, such as Photoroom/prx-1024-t2i-beta, not PRX in pixels",
+                expected="PRX on latents, such as Photoroom/prx-512-t2i-dc-ae, not PRX in pixels",
             )
         shape = cls(**{**known, "axes_dim": tuple(known.get("axes_dim") or (32, 32))})
         if shape.hidden_size != sum(shape.axes_dim) * shape.num_heads:

@@ -268,9 +268,11 @@ class ModelSpec(ABC):
 
     def call_arguments(self, call: Call) -> dict[str, str]:
         """Return what the call of `pipeline` must be given, as Python source by argument."""
+        multiple = (call.compression or 1) * self.patch_size
+        side = -(-call.resolution // multiple) * multiple  # pipelines refuse others
         return {
-            "height": str(call.resolution),
-            "width": str(call.resolution),
+            "height": str(side),
+            "width": str(side),
             "num_inference_steps": str(call.steps),
             "guidance_scale": str(call.guidance),
         }

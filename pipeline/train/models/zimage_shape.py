@@ -44,7 +44,7 @@ class ZImageShape:
     axes_lens: tuple[int, ...] = (1024, 512, 512)
 
     def __post_init__(self) -> None:
-        width = f"a sum of dim/n_heads = {self.dim / self.n_heads:g}"
+        width = f"a sum of dim/n_heads = {self.dim / max(1, self.n_heads):g}"
         axes = len(self.axes_dims) == len(self.axes_lens) == 3 and not any(each % 2 for each in self.axes_dims)
         for name, fits, what, expected in (
             ("all_patch_size", len(self.all_patch_size) == 1, "patches of several sizes", "one number"),
