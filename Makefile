@@ -30,6 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+USER_STAMP := $(VENV)/.installed-for-users
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST := $(BIN)/python -m pytest
 
@@ -43,11 +44,16 @@ help:
 install: $(STAMP)
 
 # torch is installed first and alone, so that its version is fixed and TORCH_INDEX applies to it only.
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+$(USER_STAMP): pyproject.toml $(CONSTRAINTS)
 	@command -v '$(PYTHON)' >/dev/null || { echo "make: no '$(PYTHON)' on PATH; fix: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@'$(PYTHON)' -c 'import sys; ok = sys.version_info >= (3, 11); ok or print("make: Python >= 3.11 is needed, found", sys.version.split()[0], "; fix: make PYTHON=python3.11", file=sys.stderr); sys.exit(0 if ok else 2)'
 	[ -x '$(BIN)/python' ] || '$(PYTHON)' -m venv '$(VENV)'
 	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(addprefix -c ,$(CONSTRAINTS)) torch
+	$(PIP) install $(addprefix -c ,$(CONSTRAINTS)) -e '.[demo]'
+	touch '$@'
+
+# What tests and contributors need besides; `make demo` does without.
+$(STAMP): $(USER_STAMP)
 	$(PIP) install $(addprefix -c ,$(CONSTRAINTS)) -e '.[demo,test,dev]'
 	touch '$@'
 
@@ -57,7 +63,7 @@ browser:
 	  || { timeout 120 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -y -qq --no-install-recommends chromium; } >/dev/null \
 	  || echo 'make: Chromium could not be installed: the test that opens a report in a browser will be skipped'
 
-demo: $(STAMP)
+demo: $(USER_STAMP)
 	$(BIN)/sana-pipe demo --out '$(DEMO_DIR)' $(DEMO_ARGS)
 
 # Compiles what the tests import, which each process of a first `make test` would do otherwise: 15 s of a core, four times.
@@ -98,7 +104,7 @@ lowest:
 	'$(PYTHON)' -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip --disable-pip-version-check --no-input install uv
 	.venv-lowest/bin/uv pip install --python .venv-lowest/bin/python --resolution lowest-direct -e '.[demo,test,dev]'
-	touch .venv-lowest/.installed
+	touch .venv-lowest/.installed-for-users .venv-lowest/.installed
 	$(MAKE) test VENV=.venv-lowest
 
 newest:
@@ -132,6 +138,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 types: $(STAMP)
+	$(BIN)/python -m tests.support.package_links
 	$(BIN)/mypy
 
 bench: $(STAMP)

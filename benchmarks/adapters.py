@@ -25,26 +25,26 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import stages.train
+import sana_pipe.stages.train
 from benchmarks.loader import build
 from benchmarks.memory import count, shape
 from benchmarks.report import finish, median, table
 from benchmarks.train_step import CPU, TINY, batch_of
-from pipeline.base.gpus import card
-from pipeline.base.processes import run_and_exit
-from pipeline.config import load
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.tools.planning.predict import Data, Machine, predict
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.adapters import Merged, adapter_of
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.spec import ModelSpec, reset_buffers
-from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.training import optimizers
-from pipeline.train.training.assemble import Trainable
-from pipeline.train.training.objectives.flow import Flow
-from pipeline.train.training.step import TrainStep
+from sana_pipe.base.gpus import card
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import load
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.tools.planning.predict import Data, Machine, predict
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.adapters import Merged, adapter_of
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.spec import ModelSpec, reset_buffers
+from sana_pipe.train.parallel.parallelize import ParallelModel
+from sana_pipe.train.training import optimizers
+from sana_pipe.train.training.assemble import Trainable
+from sana_pipe.train.training.objectives.flow import Flow
+from sana_pipe.train.training.step import TrainStep
 
 RANK = 16
 SMALL = SanaConfig(
@@ -165,7 +165,7 @@ def checkpoint_bytes(folder: Path) -> tuple[int, int]:
     given = [f"cache={folder / 'cache'}", f"train.output={folder / 'run'}", "train.steps=2", "train.ema=null"]
     given += [f"model.arch.{name}={value}" for name, value in wide.items()]
     config = load("tiny", [*given, f"train.adapter={json.dumps({'rank': RANK})}"])
-    stages.train.run(config, log=lambda line: None)
+    sana_pipe.stages.train.run(config, log=lambda line: None)
     assert config.model.arch is not None
     spec, train = SanaConfig.from_arch(config.model.arch, 8), settings({"rank": RANK})
     module = Trainable(spec, Flow(train.flow), adapter_of(train, spec)).module(train)

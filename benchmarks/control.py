@@ -25,20 +25,20 @@ import numpy as np
 import skimage.data
 from PIL import Image
 
-import stages.bucket
-import stages.encode
-import stages.export
-import stages.sample
-import stages.train
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.export
+import sana_pipe.stages.sample
+import sana_pipe.stages.train
 from benchmarks.report import finish, table
-from pipeline import cli
-from pipeline.base.processes import run_and_exit
-from pipeline.config import Config, load
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.shard import ShardReader
-from pipeline.data.loader.loader import Loader, LoaderSettings
-from pipeline.tools.demo import small_models
-from pipeline.tools.reporting import drawing_folder
+from sana_pipe import cli
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import Config, load
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.shard import ShardReader
+from sana_pipe.data.loader.loader import Loader, LoaderSettings
+from sana_pipe.tools.demo import small_models
+from sana_pipe.tools.reporting import drawing_folder
 
 SIDE = 64
 NAMES = ("astronaut", "chelsea", "coffee", "rocket", "camera", "cat", "brick", "coins", "moon", "hubble_deep_field")
@@ -135,28 +135,28 @@ def trained(folder: Path, count: int, steps: tuple[int, int]) -> dict[str, float
 
     control = "data.pictures.control.made=canny"
     for source in ("known", "unseen"):
-        stages.encode.run(config(), str(folder / source))
+        sana_pipe.stages.encode.run(config(), str(folder / source))
     weight = {name: f"bucket.sources={{{name}: {{weight: 0}}}}" for name in ("known", "unseen")}
-    stages.bucket.run(config(weight["unseen"]), name="plain")
+    sana_pipe.stages.bucket.run(config(weight["unseen"]), name="plain")
     for source in ("known", "unseen"):
-        stages.encode.run(config(control), str(folder / source))
-    stages.bucket.run(config(weight["known"]), name="unseen")
-    stages.bucket.run(config(weight["unseen"]), name="known")
+        sana_pipe.stages.encode.run(config(control), str(folder / source))
+    sana_pipe.stages.bucket.run(config(weight["known"]), name="unseen")
+    sana_pipe.stages.bucket.run(config(weight["unseen"]), name="known")
     asked = bytes_read(config(), "known") / bytes_read(config(), "plain")
     shared = ["train.validation=null", "train.text=padded", "sample.steps=20"]
     base = config(*shared, f"train.output={folder / 'base'}", f"train.steps={steps[0]}")
-    stages.train.run(base, snapshot="known")
-    stages.export.run(base, "auto", folder / "exported")
+    sana_pipe.stages.train.run(base, snapshot="known")
+    sana_pipe.stages.export.run(base, "auto", folder / "exported")
     weights = f"model={{weights: {{id: {folder / 'exported'}}}}}"
     others = [f"cache={folder / 'others'}", "data.pictures.control.folder=edges"]
-    stages.encode.run(config(*others), str(folder / "shuffled"))
-    stages.bucket.run(config(*others), name="known")
+    sana_pipe.stages.encode.run(config(*others), str(folder / "shuffled"))
+    sana_pipe.stages.bucket.run(config(*others), name="known")
     originals = {f"{number:04}.png": np.asarray(picture) for number, picture in enumerate(unseen)}
     figures = dict[str, float]()
     for name, data in (("control", [control]), ("shuffled", others)):
         own = [weights, "train.controlnet={}", f"train.output={folder / name}", f"train.steps={steps[1]}"]
-        stages.train.run(config(*shared, *own, *data), snapshot="known")
-        stages.sample.run(config(*shared, *own, control), "auto", "unseen", folder / f"drawn-{name}", 24)
+        sana_pipe.stages.train.run(config(*shared, *own, *data), snapshot="known")
+        sana_pipe.stages.sample.run(config(*shared, *own, control), "auto", "unseen", folder / f"drawn-{name}", 24)
         figures |= scores(name, folder / f"drawn-{name}", "", originals)
     figures |= scores("base", folder / "drawn-control", "-base", originals)
     gain = figures["control_f1"] / max(figures["shuffled_f1"], 1e-9)

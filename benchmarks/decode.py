@@ -21,8 +21,8 @@ import skimage.data
 from PIL import Image
 
 from benchmarks.report import finish, median, table
-from pipeline.base.processes import run_and_exit
-from pipeline.data.images import decoding, resize
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.images import decoding, resize
 
 SIZES = {"12mp": (4000, 3000), "2mp": (1632, 1224)}
 OWN, CROPPED = (864, 1152), (896, 1152)

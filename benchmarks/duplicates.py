@@ -29,10 +29,10 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from benchmarks.duplicates_encode import hash_overhead, hash_share
 from benchmarks.duplicates_training import subset_loss_ratio
 from benchmarks.report import finish, reset_peak, resident, table
-from pipeline.base.processes import run_and_exit
-from pipeline.data.images import buckets, decoding
-from pipeline.data.images.perceptual_hash import LENGTH, VIEW_WORDS, WORDS, flipped, hashes
-from pipeline.data.snapshots import near
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.images import buckets, decoding
+from sana_pipe.data.images.perceptual_hash import LENGTH, VIEW_WORDS, WORDS, flipped, hashes
+from sana_pipe.data.snapshots import near
 
 PHOTOGRAPHS = (
     *("astronaut", "camera", "cell", "chelsea", "clock", "coffee", "coins", "grass", "gravel", "hubble_deep_field"),

@@ -20,8 +20,8 @@ import torch
 from PIL import Image
 
 from benchmarks.report import median
-from pipeline.data.images.perceptual_hash import hashes
-from pipeline.tools.demo import small_models
+from sana_pipe.data.images.perceptual_hash import hashes
+from sana_pipe.tools.demo import small_models
 
 
 def hash_overhead(folder: Path, pictures: list[Image.Image], count: int, rounds: int) -> float:
@@ -50,7 +50,7 @@ def _encode(folder: Path, name: str, signals: str) -> float:
         "data.resolution": 512,
         "data.buckets": "sana",
     }
-    command = [sys.executable, "-m", "pipeline.cli", "encode", "--config", "tiny", "--data", str(folder / "pictures")]
+    command = [sys.executable, "-m", "sana_pipe.cli", "encode", "--config", "tiny", "--data", str(folder / "pictures")]
     command += [part for name, value in options.items() for part in ("--set", f"{name}={value}")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-import stages.bucket
-import stages.encode
-import stages.train
-from pipeline.config import Config, load
-from pipeline.tools.demo import small_models
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.train
+from sana_pipe.config import Config, load
+from sana_pipe.tools.demo import small_models
 
 TILES, REPEATED, COPIES, HELD_OUT = 48, 8, 6, 24
 SEEDS = (0, 1, 2)
@@ -44,11 +44,11 @@ def subset_loss_ratio(folder: Path, photographs: list[Image.Image], steps: int) 
     losses: dict[str, list[float]] = {"whole": [], "subset": []}
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         for source in ("train", "heldout"):
-            stages.encode.run(config(), data=str(folder / source))
+            sana_pipe.stages.encode.run(config(), data=str(folder / source))
         only = {name: f"bucket.sources={{{name}: {{weight: 0}}}}" for name in ("train", "heldout")}
-        stages.bucket.run(config(only["train"]), name="unseen")
-        stages.bucket.run(config(only["heldout"]), name="whole")
-        stages.bucket.run(config(only["heldout"], "bucket.dedup=near"), name="subset")
+        sana_pipe.stages.bucket.run(config(only["train"]), name="unseen")
+        sana_pipe.stages.bucket.run(config(only["heldout"]), name="whole")
+        sana_pipe.stages.bucket.run(config(only["heldout"], "bucket.dedup=near"), name="subset")
         for seed in SEEDS:
             for name, values in losses.items():
                 values.append(_trained(config, folder / f"{name}-{seed}", name, steps, seed))
@@ -61,7 +61,7 @@ def _trained(config: object, out: Path, snapshot: str, steps: int, seed: int) ->
     assert callable(config)
     validation = f"train.validation={{snapshot: unseen, every: {steps}, samples: {HELD_OUT}}}"
     options = [f"train.output={out}", f"train.steps={steps}", f"train.seed={seed}", "train.text=padded", validation]
-    stages.train.run(config(*options), snapshot=snapshot)
+    sana_pipe.stages.train.run(config(*options), snapshot=snapshot)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return float([row["loss"] for row in rows if row.get("event") == "validation" and row["step"] == steps][-1])
 

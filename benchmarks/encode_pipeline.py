@@ -23,21 +23,21 @@ import torch
 from PIL import Image
 
 from benchmarks.report import finish, median, table
-from pipeline.base.processes import run_and_exit
-from pipeline.data.cache.cache import Cache, Unit, WorkList
-from pipeline.data.cache.index import Commit
-from pipeline.data.encoding import plan as planning
-from pipeline.data.encoding import scan as scanning
-from pipeline.data.encoding import unit_records
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.images import decoding
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.sources.folder import FolderSource
-from pipeline.data.sources.source import Place
-from pipeline.data.work import engine
-from pipeline.data.work.claims import Claims
-from pipeline.data.work.progress import Progress
-from pipeline.data.work.stop import Stop
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.data.cache.index import Commit
+from sana_pipe.data.encoding import plan as planning
+from sana_pipe.data.encoding import scan as scanning
+from sana_pipe.data.encoding import unit_records
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.images import decoding
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.sources.folder import FolderSource
+from sana_pipe.data.sources.source import Place
+from sana_pipe.data.work import engine
+from sana_pipe.data.work.claims import Claims
+from sana_pipe.data.work.progress import Progress
+from sana_pipe.data.work.stop import Stop
 
 SIDE, BATCH = 256, 4
 UNIT, PICTURE_S = 16, 0.05

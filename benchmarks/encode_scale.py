@@ -40,15 +40,15 @@ import pyarrow as pa
 
 from benchmarks import large_cache
 from benchmarks.report import finish, median, table
-from pipeline.base.processes import run_and_exit
-from pipeline.data.cache import layout
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.status import status
-from pipeline.data.encoding import plan as planning
-from pipeline.data.encoding import unit_records
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.work import engine
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.status import status
+from sana_pipe.data.encoding import plan as planning
+from sana_pipe.data.encoding import unit_records
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.work import engine
 
 ENCODING = LatentEncoding(weights="scale", compression=8, channels=4)
 SIZES = [(64, 64), (48, 80), (80, 48)]

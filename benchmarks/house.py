@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.report import finish, table
-from pipeline.base.processes import run_and_exit
+from sana_pipe.base.processes import run_and_exit
 
 BEFORE = "4eaa37d"
 ROOT = Path(__file__).parent.parent

@@ -31,36 +31,36 @@ import pyarrow.compute as pc
 
 from benchmarks import s3_listing
 from benchmarks.report import resident
-from pipeline.base.processes import run_and_exit
-from pipeline.config import Config, load
-from pipeline.data.cache import arrow, audit, garbage, index, keys, layout, scan_table, scratch
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.encodings import Encoding, records_schema
-from pipeline.data.cache.keys import binary
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.shard import to_ipc
-from pipeline.data.cache.snapshot_lists import publish
-from pipeline.data.cache.status import status
-from pipeline.data.encoders.text_kind import max_length
-from pipeline.data.encoding import estimate, last_scan, scan_rows, unit_records
-from pipeline.data.encoding import plan as planning
-from pipeline.data.encoding import scan as scanning
-from pipeline.data.images import buckets
-from pipeline.data.loader import planner
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.snapshots import assemble, frames
-from pipeline.data.sources import remote
-from pipeline.data.sources.caption_columns import CaptionRule
-from pipeline.data.sources.caption_rules import instruction
-from pipeline.data.sources.filesystem import LocalFilesystem
-from pipeline.data.sources.folder import FolderSource
-from pipeline.data.sources.source import ListedItems, Part
-from pipeline.data.sources.tars import TarSource
-from pipeline.data.work import claims
-from pipeline.data.work.engine import Worker
-from pipeline.data.work.stop import Stop
-from stages import bucket, encode
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import Config, load
+from sana_pipe.data.cache import arrow, audit, garbage, index, keys, layout, scan_table, scratch
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.encodings import Encoding, records_schema
+from sana_pipe.data.cache.keys import binary
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.shard import to_ipc
+from sana_pipe.data.cache.snapshot_lists import publish
+from sana_pipe.data.cache.status import status
+from sana_pipe.data.encoders.text_kind import max_length
+from sana_pipe.data.encoding import estimate, last_scan, scan_rows, unit_records
+from sana_pipe.data.encoding import plan as planning
+from sana_pipe.data.encoding import scan as scanning
+from sana_pipe.data.images import buckets
+from sana_pipe.data.loader import planner
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.snapshots import assemble, frames
+from sana_pipe.data.sources import remote
+from sana_pipe.data.sources.caption_columns import CaptionRule
+from sana_pipe.data.sources.caption_rules import instruction
+from sana_pipe.data.sources.filesystem import LocalFilesystem
+from sana_pipe.data.sources.folder import FolderSource
+from sana_pipe.data.sources.source import ListedItems, Part
+from sana_pipe.data.sources.tars import TarSource
+from sana_pipe.data.work import claims
+from sana_pipe.data.work.engine import Worker
+from sana_pipe.data.work.stop import Stop
+from sana_pipe.stages import bucket, encode
 
 PER_TAR = 10_000
 SOURCE = "synthetic"

@@ -41,18 +41,18 @@ import pyarrow as pa
 import torch
 
 from benchmarks.report import finish, median, table
-from pipeline.base.processes import run_and_exit
-from pipeline.data.cache import index, layout, shard
-from pipeline.data.cache.cache import Cache, Unit
-from pipeline.data.cache.encodings import Encoding
-from pipeline.data.cache.snapshot_head import Policies
-from pipeline.data.loader import randomness
-from pipeline.data.loader.loader import Loader, LoaderSettings
-from pipeline.data.signals.control import ControlEncoding
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.snapshots.assemble import BucketTable, assemble
-from pipeline.data.snapshots.join import EncodedRecords, Joined, Resolution, join
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.cache import index, layout, shard
+from sana_pipe.data.cache.cache import Cache, Unit
+from sana_pipe.data.cache.encodings import Encoding
+from sana_pipe.data.cache.snapshot_head import Policies
+from sana_pipe.data.loader import randomness
+from sana_pipe.data.loader.loader import Loader, LoaderSettings
+from sana_pipe.data.signals.control import ControlEncoding
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.snapshots.assemble import BucketTable, assemble
+from sana_pipe.data.snapshots.join import EncodedRecords, Joined, Resolution, join
 
 BUCKETS = [(1024, 1024), (1152, 896), (896, 1152), (1344, 768), (768, 1344)]
 BATCH = 32
@@ -75,7 +75,7 @@ def build(
 ) -> Cache:
     """A cache and snapshot of `count` samples, through the real scan table, plans, shards and join. Values are bf16
     between 1/8 and 1; encodings of Sana where none is given, and no control pictures. tokens_each: of every caption."""
-    from pipeline.data.cache.scan_table import SCAN
+    from sana_pipe.data.cache.scan_table import SCAN
 
     cache = Cache(root, create=True)
     rng = np.random.default_rng(0)

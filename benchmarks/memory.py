@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from benchmarks.report import finish, table
 from benchmarks.saved_bytes import saved_bytes
-from pipeline.base.processes import run_and_exit
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.sana_shape import DIFFUSERS, Numerics
-from pipeline.train.parallel.activation_checkpoint import apply_activation_checkpointing
-from pipeline.train.training import optimizers
-from pipeline.train.training.config import OptimConfig
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_shape import DIFFUSERS, Numerics
+from sana_pipe.train.parallel.activation_checkpoint import apply_activation_checkpointing
+from sana_pipe.train.training import optimizers
+from sana_pipe.train.training.config import OptimConfig
 
 LAYERS = 20
 TECHNIQUES: dict[str, tuple[str, Literal["none", "int8"]]] = {

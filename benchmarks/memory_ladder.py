@@ -28,19 +28,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.report import finish, median, reset_peak, resident, table
-from pipeline.base.launch import detect
-from pipeline.base.processes import run_and_exit
-from pipeline.data.loader.loader import Batch
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.parallel import data_parallel
-from pipeline.train.parallel.mesh import open_mesh
-from pipeline.train.parallel.parallelize import ParallelModel, parallelize
-from pipeline.train.training import optimizers
-from pipeline.train.training.objectives.flow import Flow
-from pipeline.train.training.optimizers import in_backward
-from pipeline.train.training.step import TrainStep
+from sana_pipe.base.launch import detect
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.parallel import data_parallel
+from sana_pipe.train.parallel.mesh import open_mesh
+from sana_pipe.train.parallel.parallelize import ParallelModel, parallelize
+from sana_pipe.train.training import optimizers
+from sana_pipe.train.training.objectives.flow import Flow
+from sana_pipe.train.training.optimizers import in_backward
+from sana_pipe.train.training.step import TrainStep
 
 PROCESSES = 4
 RUNGS: dict[str, dict[str, Any]] = {

@@ -27,19 +27,19 @@ import torch.distributed as dist
 
 from benchmarks.real_step import RealStep
 from benchmarks.report import finish, reset_peak, resident, table
-from pipeline.base.gpus import card, memory_of
-from pipeline.base.launch import detect
-from pipeline.base.processes import run_and_exit
-from pipeline.config import load
-from pipeline.data.encoders.text_kind import max_length
-from pipeline.tools.planning.predict import Data, Machine, architecture
-from pipeline.tools.planning.search import Search
-from pipeline.tools.planning.trace import Shape, Traced
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.spec import ModelSpec
-from pipeline.train.models.zimage_config import ZImageConfig
-from pipeline.train.parallel.mesh import Layout, check_sizes, open_mesh
+from sana_pipe.base.gpus import card, memory_of
+from sana_pipe.base.launch import detect
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import load
+from sana_pipe.data.encoders.text_kind import max_length
+from sana_pipe.tools.planning.predict import Data, Machine, architecture
+from sana_pipe.tools.planning.search import Search
+from sana_pipe.tools.planning.trace import Shape, Traced
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.models.zimage_config import ZImageConfig
+from sana_pipe.train.parallel.mesh import Layout, check_sizes, open_mesh
 
 CPU = torch.device("cpu")
 CAME = {"name": "came", "betas": None, "eps": None}

@@ -21,21 +21,21 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.base.disk import Handle
-from pipeline.base.errors import CacheError
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.shard import BLOCK, ShardReader, npy_header
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_head import Bucket, Head, PackedOrder, Policies, TextPlace
-from pipeline.data.cache.snapshot_samples import Columns
-from pipeline.data.encoding import estimate, plan
-from pipeline.data.loader.loader import Loader, LoaderSettings
-from pipeline.data.loader.planner import BatchPlan, Planner
-from pipeline.data.loader.schedule import permute
-from pipeline.data.loader.shard_prefetch import THREADS, FetchQueue
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.snapshots import packing
+from sana_pipe.base.disk import Handle
+from sana_pipe.base.errors import CacheError
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.shard import BLOCK, ShardReader, npy_header
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_head import Bucket, Head, PackedOrder, Policies, TextPlace
+from sana_pipe.data.cache.snapshot_samples import Columns
+from sana_pipe.data.encoding import estimate, plan
+from sana_pipe.data.loader.loader import Loader, LoaderSettings
+from sana_pipe.data.loader.planner import BatchPlan, Planner
+from sana_pipe.data.loader.schedule import permute
+from sana_pipe.data.loader.shard_prefetch import THREADS, FetchQueue
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.snapshots import packing
 
 CAPTION_BYTES = 400
 """Of a caption as written. Assumption, that of `benchmarks.storage`."""

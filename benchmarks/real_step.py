@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeline.data.loader.loader import Batch
-from pipeline.tools.planning.trace import Shape
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.adapters import adapter_of
-from pipeline.train.models.spec import ModelSpec
-from pipeline.train.parallel.parallelize import parallelize
-from pipeline.train.parallel.shards import local
-from pipeline.train.training import optimizers
-from pipeline.train.training.ema import EMA
-from pipeline.train.training.objectives.flow import Flow
-from pipeline.train.training.optimizers import in_backward
-from pipeline.train.training.step import TrainStep
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.tools.planning.trace import Shape
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.adapters import adapter_of
+from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.parallel.parallelize import parallelize
+from sana_pipe.train.parallel.shards import local
+from sana_pipe.train.training import optimizers
+from sana_pipe.train.training.ema import EMA
+from sana_pipe.train.training.objectives.flow import Flow
+from sana_pipe.train.training.optimizers import in_backward
+from sana_pipe.train.training.step import TrainStep
 
 
 class RealStep:

@@ -17,20 +17,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.memory import count, fake_model, shape, technique
 from benchmarks.report import finish, table
-from pipeline.base.launch import Launch
-from pipeline.base.processes import run_and_exit
-from pipeline.train.config import TrainConfig
-from pipeline.train.models import sana_config
-from pipeline.train.models.config import FlowConfig
-from pipeline.train.models.flow_matching import FlowMatching
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import numerics
-from pipeline.train.models.sana_shape import Numerics
-from pipeline.train.parallel.mesh import open_mesh
-from pipeline.train.parallel.microbatch import Microbatch
-from pipeline.train.parallel.parallelize import parallelize
-from pipeline.train.training.objectives import StepLoss
-from pipeline.train.training.objectives.flow import Flow
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models import sana_config
+from sana_pipe.train.models.config import FlowConfig
+from sana_pipe.train.models.flow_matching import FlowMatching
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import numerics
+from sana_pipe.train.models.sana_shape import Numerics
+from sana_pipe.train.parallel.mesh import open_mesh
+from sana_pipe.train.parallel.microbatch import Microbatch
+from sana_pipe.train.parallel.parallelize import parallelize
+from sana_pipe.train.training.objectives import StepLoss
+from sana_pipe.train.training.objectives.flow import Flow
 
 CPU = torch.device("cpu")
 SCALES = {"new weights": 1.0, "tokens x 10": 10.0}

@@ -26,16 +26,16 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.report import finish, table
-from pipeline.base.processes import run_and_exit
-from pipeline.data.cache import index, layout, shard
-from pipeline.data.cache.cache import Cache, Unit, WorkList
-from pipeline.data.cache.config import MirrorConfig
-from pipeline.data.cache.encodings import Encoding
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.work.claims import Claims
-from pipeline.data.work.engine import Worker, make_units, missing_units
-from pipeline.data.work.progress import Progress
-from pipeline.data.work.stop import Stop
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.cache import index, layout, shard
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.data.cache.config import MirrorConfig
+from sana_pipe.data.cache.encodings import Encoding
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.work.claims import Claims
+from sana_pipe.data.work.engine import Worker, make_units, missing_units
+from sana_pipe.data.work.progress import Progress
+from sana_pipe.data.work.stop import Stop
 
 BUCKET, FOLDER, PAGE = "bucket", "pictures", 1000
 _ENTRY = (

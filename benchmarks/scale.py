@@ -24,11 +24,11 @@ from benchmarks import scale_model as scale
 from benchmarks.reading_simulator import ImaginedSnapshot, MirrorModel
 from benchmarks.report import finish, resident
 from benchmarks.scale_model import Reading, Training
-from pipeline.base.amounts import duration
-from pipeline.base.processes import run_and_exit
-from pipeline.data.cache.codec import INT8, LOSSLESS
-from pipeline.data.loader import randomness
-from pipeline.data.loader.planner import Planner
+from sana_pipe.base.amounts import duration
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.cache.codec import INT8, LOSSLESS
+from sana_pipe.data.loader import randomness
+from sana_pipe.data.loader.planner import Planner
 
 PAIRS = (10**6, 10**8, 10**9)
 GPUS = (1, 8, 64, 512)

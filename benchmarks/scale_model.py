@@ -26,20 +26,20 @@ from benchmarks.reading_simulator import (
     nodes,
     simulate,
 )
-from pipeline.base.gpus import card
-from pipeline.config import Config, load
-from pipeline.data.cache import codec
-from pipeline.data.cache.snapshot_samples import CHUNK_ROWS
-from pipeline.data.encoders.text_kind import max_length
-from pipeline.data.encoding import estimate, plan
-from pipeline.data.loader.loader import LoaderSettings
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.tools.planning.cost import LINK, REACHED, Time
-from pipeline.tools.planning.predict import Data, Machine, Prediction, architecture, checkpoint_bytes, predict
-from pipeline.tools.planning.recorder import MATMUL
-from pipeline.train.parallel.mesh import Layout
-from pipeline.train.training.inputs import PREFETCH_MIB, THREADS
+from sana_pipe.base.gpus import card
+from sana_pipe.config import Config, load
+from sana_pipe.data.cache import codec
+from sana_pipe.data.cache.snapshot_samples import CHUNK_ROWS
+from sana_pipe.data.encoders.text_kind import max_length
+from sana_pipe.data.encoding import estimate, plan
+from sana_pipe.data.loader.loader import LoaderSettings
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.tools.planning.cost import LINK, REACHED, Time
+from sana_pipe.tools.planning.predict import Data, Machine, Prediction, architecture, checkpoint_bytes, predict
+from sana_pipe.tools.planning.recorder import MATMUL
+from sana_pipe.train.parallel.mesh import Layout
+from sana_pipe.train.training.inputs import PREFETCH_MIB, THREADS
 
 CONFIGURATION = "sana_1600m_1024"
 CARD = "h100"

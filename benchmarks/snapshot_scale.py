@@ -27,16 +27,16 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.report import finish, table
-from pipeline.base.processes import run_and_exit
-from pipeline.data.cache import codec, layout, shard, snapshot_lists
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_head import Bucket, Head, Policies, TextPlace
-from pipeline.data.cache.snapshot_samples import CHUNK_ROWS, NAMES, WRITTEN, samples_schema, write_chunk
-from pipeline.data.loader.loader import Loader, LoaderSettings
-from pipeline.data.loader.schedule import Schedule
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.cache import codec, layout, shard, snapshot_lists
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_head import Bucket, Head, Policies, TextPlace
+from sana_pipe.data.cache.snapshot_samples import CHUNK_ROWS, NAMES, WRITTEN, samples_schema, write_chunk
+from sana_pipe.data.loader.loader import Loader, LoaderSettings
+from sana_pipe.data.loader.schedule import Schedule
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
 
 BUCKETS = [(256, 256), (288, 224), (224, 288), (320, 192), (192, 320)]
 BATCH, RECORDS, STEPS = 32, 40, 200

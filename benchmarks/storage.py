@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.report import finish, table
-from pipeline.base.processes import run_and_exit
-from pipeline.data.cache import codec, shard
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.encodings import Encoding, encoding_class
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.cache import codec, shard
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.encodings import Encoding, encoding_class
 
 TOKENS, WIDTH, PADDED = 82, 2304, 2 * (300 * 2304 + 32 * 32 * 32)
 SHAPES = {"latent": (32, 32, 32), "text": (TOKENS, WIDTH)}

@@ -33,12 +33,12 @@ from typing import Any, Literal
 
 import torch
 
-from pipeline.base.hub import no_progress_bars
-from pipeline.base.processes import run_and_exit
-from pipeline.data.encoders.config import TextConfig
-from pipeline.data.encoders.text import TextEncoder, tokenized
-from pipeline.data.sources.caption_rules import INSTRUCTIONS, normalise
-from pipeline.tools.demo import small_models
+from sana_pipe.base.hub import no_progress_bars
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.encoders.config import TextConfig
+from sana_pipe.data.encoders.text import TextEncoder, tokenized
+from sana_pipe.data.sources.caption_rules import INSTRUCTIONS, normalise
+from sana_pipe.tools.demo import small_models
 
 WIDTH, LAYERS, HEADS = 1024, 4, 16
 INSTRUCTION = INSTRUCTIONS["diffusers"]

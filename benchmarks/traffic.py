@@ -39,21 +39,21 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.memory import shape
 from benchmarks.report import finish, table
-from pipeline.base.launch import Launch
-from pipeline.base.processes import run_and_exit
-from pipeline.train.config import TrainConfig
-from pipeline.train.kernels import linear_attention as attention
-from pipeline.train.models import sana_layers
-from pipeline.train.models.config import FlowConfig
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.sana_shape import Numerics
-from pipeline.train.parallel import mesh
-from pipeline.train.parallel.compile import compile_blocks, compile_conditions
-from pipeline.train.parallel.parallelize import ParallelModel, adjoining, parallelize
-from pipeline.train.parallel.shards import local
-from pipeline.train.training.objectives.flow import Flow
-from pipeline.train.training.step import TrainStep
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.kernels import linear_attention as attention
+from sana_pipe.train.models import sana_layers
+from sana_pipe.train.models.config import FlowConfig
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_shape import Numerics
+from sana_pipe.train.parallel import mesh
+from sana_pipe.train.parallel.compile import compile_blocks, compile_conditions
+from sana_pipe.train.parallel.parallelize import ParallelModel, adjoining, parallelize
+from sana_pipe.train.parallel.shards import local
+from sana_pipe.train.training.objectives.flow import Flow
+from sana_pipe.train.training.step import TrainStep
 
 BLOCKS = 20
 LAUNCHES = {  # kernels of an operation: Triton's, or a copy of three matrices and its products

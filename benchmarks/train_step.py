@@ -26,23 +26,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import stages.train
+import sana_pipe.stages.train
 from benchmarks.loader import build
 from benchmarks.report import finish, median, table
-from pipeline.base.processes import run_and_exit
-from pipeline.config import Config, load
-from pipeline.data.loader.loader import Batch
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.train.models.config import FlowConfig
-from pipeline.train.models.flow_matching import FlowMatching
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.training import metrics
-from pipeline.train.training import optimizers as optim
-from pipeline.train.training.objectives.flow import Flow
-from pipeline.train.training.step import TrainStep
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import Config, load
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.train.models.config import FlowConfig
+from sana_pipe.train.models.flow_matching import FlowMatching
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.parallel.parallelize import ParallelModel
+from sana_pipe.train.training import metrics
+from sana_pipe.train.training import optimizers as optim
+from sana_pipe.train.training.objectives.flow import Flow
+from sana_pipe.train.training.step import TrainStep
 
 CPU = torch.device("cpu")
 TINY = [(48, 80), (56, 72), (64, 64), (72, 56), (80, 48)]
@@ -126,7 +126,7 @@ def data_wait(folder: Path, steps: int) -> tuple[float, float]:
         "train.log_every=5",
     ]
     config: Config = load("tiny", [*settings, "train.save_every=100000", "train.optim.lr=1e-5"])
-    stages.train.run(config, log=lambda line: None)
+    sana_pipe.stages.train.run(config, log=lambda line: None)
     rows = metrics.read(folder / "run/metrics.jsonl")
     wall = rows[-1]["seconds"] - rows[0]["seconds"]
     waited = sum(row["data_wait"] * 5 * 12 / row["images_per_s"] for row in rows[1:])

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import click
 from click.shell_completion import CompletionItem
 
-from pipeline import __version__
-from pipeline.base.errors import (
+from sana_pipe import __version__
+from sana_pipe.base.errors import (
     EXIT_CODES,
     UserError,
     expanded,
@@ -37,12 +37,12 @@ from pipeline.base.errors import (
     shown,
     was_printed,
 )
-from pipeline.base.processes import INTERRUPTED, allow_many_files, pass_on, run_and_exit
-from pipeline.base.processes import shown as shell_line
-from pipeline.data.sources.formats import FORMATS
+from sana_pipe.base.processes import INTERRUPTED, allow_many_files, pass_on, run_and_exit
+from sana_pipe.base.processes import shown as shell_line
+from sana_pipe.data.sources.formats import FORMATS
 
 if TYPE_CHECKING:
-    from pipeline.config import Config
+    from sana_pipe.config import Config
 
 OTHER_RANK_DELAY_S = 3.0
 """Delay before a process other than rank 0 prints its error; launchers end it within that time if rank 0 failed."""
@@ -86,8 +86,8 @@ class _Command(click.Command):
     def _as_setting(self, option: str, args: list[str]) -> str | None:
         """The `--set` that an unknown option stands for; None: no option of the configuration that this command reads
         ends with its name."""
-        from pipeline.base.options import section_of
-        from pipeline.config import option_fields, reads
+        from sana_pipe.base.options import section_of
+        from sana_pipe.config import option_fields, reads
 
         if all(parameter.name != "overrides" for parameter in self.params):
             return None
@@ -147,15 +147,15 @@ def cli(quiet: bool) -> None:
 
 
 def _complete_files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from pipeline.config import shipped
+    from sana_pipe.config import shipped
 
     names = [CompletionItem(path.stem) for path in shipped() if path.stem.startswith(incomplete)]
     return [*names, CompletionItem(incomplete, type="file")]
 
 
 def _complete_options(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from pipeline.base.options import section_of
-    from pipeline.config import option_fields
+    from sana_pipe.base.options import section_of
+    from sana_pipe.config import option_fields
 
     for_set = parameter.name == "overrides"
     return [
@@ -174,8 +174,8 @@ class _Given:
 
     def load(self) -> Config:
         """The configuration."""
-        from pipeline.base.launch import prefer_expandable_segments
-        from pipeline.config import load
+        from sana_pipe.base.launch import prefer_expandable_segments
+        from sana_pipe.config import load
 
         prefer_expandable_segments()  # before a stage imports torch
         _, command = click.get_current_context().command_path.split(maxsplit=1)
@@ -183,7 +183,7 @@ class _Given:
 
     def default(self) -> str | None:
         """The shipped configuration, if it is used since this folder has none; and the folder above that has one."""
-        from pipeline.config import LOCAL_NAME, SHIPPED, find
+        from sana_pipe.config import LOCAL_NAME, SHIPPED, find
 
         here, file = Path.cwd(), None if self.path is not None else find(None).absolute()
         if file is None or file.parent != SHIPPED.absolute():
@@ -195,7 +195,7 @@ class _Given:
     def elsewhere(self) -> str | None:
         """Explains an error, perhaps: the cache lies in the folder of the configuration, and the command runs in
         another."""
-        from pipeline.config import find, load
+        from sana_pipe.config import find, load
 
         try:
             file, cache = find(self.path).absolute(), Path(load(self.path, self.overrides).cache)
@@ -276,7 +276,7 @@ def _once(why: str) -> Callable[[click.Context, click.Parameter, tuple[str, ...]
 
 
 def _is_main() -> bool:
-    from pipeline.base.launch import detect
+    from sana_pipe.base.launch import detect
 
     return detect().is_main
 
@@ -311,7 +311,7 @@ _NEXT = {
 
 def _following(context: click.Context, given: _Given, result: Any) -> str | None:
     """Say what to do after a command, ready to be pasted: with the options that were given, as far as it reads them."""
-    from pipeline.config import reads
+    from sana_pipe.config import reads
 
     name, options = str(context.command.name), context.params
     words, stopped = list(_NEXT.get(name, ())), getattr(result, "stopped_by", None)
@@ -405,7 +405,7 @@ def init(data: tuple[str, ...], out: str, **options: Any) -> Any:
 
     Prints each value with its reason. Encodes nothing, and needs no model.
     """
-    from stages import init as stage
+    from sana_pipe.stages import init as stage
 
     return stage.run(data, stage.Options(out=local_path(out), **options))
 
@@ -475,7 +475,7 @@ def encode(config: Config, dry_run: bool, probe: bool, **options: Any) -> Any:
         raise click.UsageError("--dry-run is for --data; prompts are few: leave it out")
     if not (probe or dry_run):
         raise click.UsageError("--no-probe is for --dry-run")
-    from stages import encode as stage
+    from sana_pipe.stages import encode as stage
 
     if dry_run:
         return stage.dry_run(config, probe=probe, **options)
@@ -532,11 +532,11 @@ def bucket(
         raise click.UsageError("--pack goes with --json only together with --snapshot, and never with --dry-run")
     if condition is not None:
         config = config.model_copy(update={"bucket": config.bucket.model_copy(update={"filter": condition})})
-    from stages import bucket as stage
+    from sana_pipe.stages import bucket as stage
 
     if not pack:
         return stage.run(config, name=name, dry_run=dry_run, as_json=as_json, move=move)
-    from stages import pack as packing
+    from sana_pipe.stages import pack as packing
 
     packing.check_name(name)  # before the snapshot is made that is to be packed
     unpacked = stage.run(config) if snapshot is None else snapshot
@@ -562,7 +562,7 @@ def snapshots(context: click.Context, given: _Given, as_json: bool) -> Any:
             raise click.UsageError("options go behind the last word: sana-pipe snapshots diff A B --config F")
         return None
     config = given.load()
-    from stages import snapshots as stage
+    from sana_pipe.stages import snapshots as stage
 
     return stage.run(config, as_json=as_json)
 
@@ -574,7 +574,7 @@ def snapshots(context: click.Context, given: _Given, as_json: bool) -> Any:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, with every sample that differs.")
 def diff(config: Config, a: str, b: str, as_json: bool) -> Any:
     """List the samples that were added, removed or changed from A to B (names or ids)."""
-    from stages import snapshots as stage
+    from sana_pipe.stages import snapshots as stage
 
     return stage.diff(config, a, b, as_json=as_json)
 
@@ -585,7 +585,7 @@ def diff(config: Config, a: str, b: str, as_json: bool) -> Any:
 @_json
 def show(config: Config, snapshot: str, as_json: bool) -> Any:
     """Say how a snapshot was made: rules, sources, duplicates, held-out part, and the command that makes it again."""
-    from stages import snapshots as stage
+    from sana_pipe.stages import snapshots as stage
 
     return stage.show(config, snapshot, as_json)
 
@@ -597,7 +597,7 @@ def show(config: Config, snapshot: str, as_json: bool) -> Any:
 @click.option("--move", is_flag=True, help="Move NAME from another snapshot to this one.")
 def name(config: Config, snapshot: str, label: str, move: bool) -> Any:
     """Name a snapshot (given by name, id or the start of its id), so that `gc` keeps it."""
-    from stages import snapshots as stage
+    from sana_pipe.stages import snapshots as stage
 
     return stage.name(config, snapshot, label, move)
 
@@ -612,7 +612,7 @@ def forget(config: Config, **what: str | None) -> Any:
     them."""
     if sum(name is not None for name in what.values()) != 1:
         raise click.UsageError("give either --source, --snapshot or --prompts")
-    from stages import forget as stage
+    from sana_pipe.stages import forget as stage
 
     return stage.run(config, **what)
 
@@ -653,7 +653,7 @@ def train(config: Config, snapshot: str | None, resume: str | None, origin: str 
 
     Rounds: each begins --from the run before, in a run directory of its own.
     """
-    from stages import train as stage
+    from sana_pipe.stages import train as stage
 
     report = stage.run(config, snapshot=snapshot, resume=resume, quarantine=quarantine, origin=origin)
     return INTERRUPTED if getattr(report, "stopped_by", None) == "SIGINT" else report
@@ -687,7 +687,7 @@ def plan(config: Config, **options: Any) -> Any:
     """
     if options["search"] and options["price"] is not None:
         raise click.UsageError("--price is for one configuration, such as the one that --search prints first")
-    from stages import plan as stage
+    from sana_pipe.stages import plan as stage
 
     return stage.run(config, stage.Options(**options))
 
@@ -701,7 +701,7 @@ def check(config: Config, as_json: bool) -> Any:
     Fetches JSON files only, and prints how much `encode` and `train` will fetch. Exit code 2 if a model is missing,
     gated, of the wrong kind, or does not fit the others.
     """
-    from stages import check as stage
+    from sana_pipe.stages import check as stage
 
     return stage.run(config, as_json=as_json)
 
@@ -751,7 +751,7 @@ _weights = _grouped(
 @click.option("--overwrite", is_flag=True, help="Replace an export that is in the folder.")
 def export(config: Config, checkpoint: str, out: str, **options: Any) -> Any:
     """Write a folder for diffusers' SanaPipeline.from_pretrained, or files with NVlabs' names."""
-    from stages import export as stage
+    from sana_pipe.stages import export as stage
 
     return stage.run(config, checkpoint, local_path(out), **options)
 
@@ -841,7 +841,7 @@ def sample(
         )
     if not prompts and (height is not None or width is not None):
         raise click.UsageError("--height and --width are for --prompt: other pictures have the size of their bucket")
-    from stages import sample as stage
+    from sana_pipe.stages import sample as stage
 
     if watch is not None:
         return stage.watch(config, local_path(watch), once=once)
@@ -857,7 +857,7 @@ def sample(
 @click.option("--out", required=True, metavar="DIR", help="Folder for the PNGs.")
 def decode(config: Config, latents: str, out: str) -> Any:
     """Decode latents in a separate process (`sample` calls it)."""
-    from stages import sample as stage
+    from sana_pipe.stages import sample as stage
 
     return stage.decode(config, local_path(latents), local_path(out))
 
@@ -869,7 +869,7 @@ def decode(config: Config, latents: str, out: str) -> Any:
 def finish(given: _Given, run: str, following: str | None) -> Any:
     """Decode the drawings of a run and write its page (`train` ends with it)."""
     config = given.load()
-    from stages import report as stage
+    from sana_pipe.stages import report as stage
 
     return stage.finish(config, local_path(run), str(given.path))
 
@@ -883,7 +883,7 @@ def status(config: Config, watch: bool, every: float | None, as_json: bool) -> A
     """Print what the cache holds, what is missing, and how far running processes are."""
     if every is not None and not watch:
         raise click.UsageError("--every is for --watch")
-    from stages import status as stage
+    from sana_pipe.stages import status as stage
 
     return stage.watch(config, every or 10.0, as_json) if watch else stage.run(config, as_json=as_json)
 
@@ -926,7 +926,7 @@ def report(config: Config, run: str | None, compare: str | None, out: str, **opt
 
     A section without data is left out; the page names the command that makes its data.
     """
-    from stages import report as stage
+    from sana_pipe.stages import report as stage
 
     return stage.run(config, local_path(out), run=_path(run), compare=_path(compare), **options)
 
@@ -943,7 +943,7 @@ def report(config: Config, run: str | None, compare: str | None, out: str, **opt
 @_json
 def inspect(config: Config, run: str | None, snapshot: str | None, as_json: bool) -> Any:
     """Print the numbers of a snapshot and of a run: those of `report`, for scripts."""
-    from stages import inspect as stage
+    from sana_pipe.stages import inspect as stage
 
     return stage.run(config, run=_path(run), snapshot=snapshot, as_json=as_json)
 
@@ -968,7 +968,7 @@ def view(config: Config, sample_name: str, snapshot: str | None, out: str | None
     ID is a sample id, an item (or 'source: item'), the key of the latent, or the beginning of one that no other sample
     shares.
     """
-    from stages import view as stage
+    from sana_pipe.stages import view as stage
 
     return stage.run(config, sample_name, snapshot=snapshot, out=_path(out), as_json=as_json, near=near)
 
@@ -982,7 +982,7 @@ def verify(config: Config, repair: bool, data: tuple[str, ...], as_json: bool) -
     """Read the whole cache and name the damaged records and documents."""
     if data and not repair:
         raise click.UsageError("--data is for --repair")
-    from stages import verify as stage
+    from sana_pipe.stages import verify as stage
 
     return stage.run(config, repair=repair, data=data, as_json=as_json)
 
@@ -994,7 +994,7 @@ def verify(config: Config, repair: bool, data: tuple[str, ...], as_json: bool) -
 @_json
 def gc(config: Config, yes: bool, older_than_hours: float, as_json: bool) -> Any:
     """List or remove files that no commit, snapshot or scan refers to."""
-    from stages import gc as stage
+    from sana_pipe.stages import gc as stage
 
     return stage.run(config, yes=yes, older_than_hours=older_than_hours, as_json=as_json)
 
@@ -1016,8 +1016,8 @@ def config(given: _Given, name: str | None, as_json: bool, markdown: bool) -> An
 
     The output is a configuration file. An option or section alone: sana-pipe config train.optim
     """
-    from pipeline.config import load_given
-    from stages import config as stage
+    from sana_pipe.config import load_given
+    from sana_pipe.stages import config as stage
 
     if not markdown:
         return stage.run(*load_given(given.path, given.overrides), name, as_json=as_json)
@@ -1045,8 +1045,8 @@ def run(given: _Given, data: tuple[str, ...], prompts: str | None) -> Any:
     The same command continues after any end. With several GPUs, encode and train run under torchrun. --set goes to the
     commands that read the option. The exit code is that of the first command that fails.
     """
-    from pipeline.config import load_given
-    from stages import run as stage
+    from sana_pipe.config import load_given
+    from sana_pipe.stages import run as stage
 
     return stage.run(*load_given(given.path, given.overrides), given.path, given.overrides, data, prompts)
 
@@ -1093,7 +1093,7 @@ _SOME = 4
 @click.option("--quick", is_flag=True, help="A few steps only: shows that every stage runs, draws nothing good.")
 def demo(out: str, quick: bool) -> Any:
     """Photographs to generated pictures with small models, on two cores, without downloads."""
-    from stages import demo as stage
+    from sana_pipe.stages import demo as stage
 
     return stage.run(local_path(out), quick=quick)
 
@@ -1127,7 +1127,7 @@ def _print_error(error: UserError) -> None:
     An error that every rank finds for itself, such as a misspelt option, is not marked `everywhere`. The other ranks
     wait before they print it; rank 0's exit makes the launcher end them first.
     """
-    from pipeline.base.launch import detect
+    from sana_pipe.base.launch import detect
 
     try:
         rank = detect().rank

@@ -22,10 +22,11 @@ from typing import Annotated, Any
 from pydantic import Field, PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 
-from pipeline.base.config import Location, Section, setting
-from pipeline.base.errors import ConfigError, not_permitted
-from pipeline.base.metrics.config import MetricsConfig
-from pipeline.base.options import (
+from sana_pipe import configs
+from sana_pipe.base.config import Location, Section, setting
+from sana_pipe.base.errors import ConfigError, not_permitted
+from sana_pipe.base.metrics.config import MetricsConfig
+from sana_pipe.base.options import (
     MISSING,
     deepest,
     field_at,
@@ -37,17 +38,17 @@ from pipeline.base.options import (
     values_of,
     within,
 )
-from pipeline.base.urls import strip_credentials
-from pipeline.base.yaml_text import NO_YAML, as_yaml, from_yaml, not_yaml, on_one_line
-from pipeline.data.cache.config import MirrorConfig
-from pipeline.data.encoders.config import TextConfig, VaeConfig
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.snapshots.config import BucketConfig
-from pipeline.data.sources.config import DataConfig, DataGiven
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.config import ModelConfig, SampleConfig, StartWeights
+from sana_pipe.base.urls import strip_credentials
+from sana_pipe.base.yaml_text import NO_YAML, as_yaml, from_yaml, not_yaml, on_one_line
+from sana_pipe.data.cache.config import MirrorConfig
+from sana_pipe.data.encoders.config import TextConfig, VaeConfig
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.snapshots.config import BucketConfig
+from sana_pipe.data.sources.config import DataConfig, DataGiven
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.config import ModelConfig, SampleConfig, StartWeights
 
-SHIPPED = Path(__file__).resolve().parent.parent / "configs"
+SHIPPED = Path(configs.__file__).resolve().parent
 DEFAULT_NAME = "sana_1600m_1024.yaml"
 LOCAL_NAME = "sana-pipe.yaml"
 

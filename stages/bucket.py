@@ -13,21 +13,21 @@ from typing import Any
 
 import click
 
-from pipeline.base.amounts import amount
-from pipeline.base.config import setting
-from pipeline.base.errors import CacheError, escaped
-from pipeline.config import Config
-from pipeline.data.cache import copies
-from pipeline.data.cache.cache import check_snapshot_name
-from pipeline.data.signals import Encoders
-from pipeline.data.snapshots.inputs import open_caches, read_inputs
-from pipeline.data.snapshots.making import make
-from pipeline.data.snapshots.near import Report
-from pipeline.data.snapshots.publishing import publish
-from pipeline.data.sources import reject_kinds
-from pipeline.data.work.progress import Progress
-from pipeline.tools.locations import cache_location
-from pipeline.tools.reporting.controls_and_masks import mask_notes
+from sana_pipe.base.amounts import amount
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import CacheError, escaped
+from sana_pipe.config import Config
+from sana_pipe.data.cache import copies
+from sana_pipe.data.cache.cache import check_snapshot_name
+from sana_pipe.data.signals import Encoders
+from sana_pipe.data.snapshots.inputs import open_caches, read_inputs
+from sana_pipe.data.snapshots.making import make
+from sana_pipe.data.snapshots.near import Report
+from sana_pipe.data.snapshots.publishing import publish
+from sana_pipe.data.sources import reject_kinds
+from sana_pipe.data.work.progress import Progress
+from sana_pipe.tools.locations import cache_location
+from sana_pipe.tools.reporting.controls_and_masks import mask_notes
 
 MANY = 200_000
 """Samples from which on the progress of a comparison is shown."""

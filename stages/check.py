@@ -19,18 +19,18 @@ from typing import Any
 import click
 import torch
 
-from pipeline.base import hub, launch
-from pipeline.base.amounts import amount
-from pipeline.base.config import Weights
-from pipeline.base.errors import UserError
-from pipeline.config import Config
-from pipeline.data.encoders import vae as encoders
-from pipeline.data.encoders.config import TextConfig
-from pipeline.data.encoders.text import TOKENIZER_FILES, check_tokenizer, load_tokenizer
-from pipeline.data.encoders.text_kind import TextKind, kind_at, kind_of
-from pipeline.data.images import buckets
-from pipeline.train.models.adapters import adapter_of
-from pipeline.train.models.spec import ModelSpec, spec_at, spec_from_arch
+from sana_pipe.base import hub, launch
+from sana_pipe.base.amounts import amount
+from sana_pipe.base.config import Weights
+from sana_pipe.base.errors import UserError
+from sana_pipe.config import Config
+from sana_pipe.data.encoders import vae as encoders
+from sana_pipe.data.encoders.config import TextConfig
+from sana_pipe.data.encoders.text import TOKENIZER_FILES, check_tokenizer, load_tokenizer
+from sana_pipe.data.encoders.text_kind import TextKind, kind_at, kind_of
+from sana_pipe.data.images import buckets
+from sana_pipe.train.models.adapters import adapter_of
+from sana_pipe.train.models.spec import ModelSpec, spec_at, spec_from_arch
 
 
 @dataclass

@@ -15,10 +15,10 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pipeline.base.errors import ConfigError
-from pipeline.base.options import holds_several, section_of, value_at, values_of, within
-from pipeline.base.yaml_text import as_yaml
-from pipeline.config import Config, Given, option_fields, written
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.base.options import holds_several, section_of, value_at, values_of, within
+from sana_pipe.base.yaml_text import as_yaml
+from sana_pipe.config import Config, Given, option_fields, written
 
 WIDTH = 110
 

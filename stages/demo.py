@@ -19,16 +19,16 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.base.disk import replacing
-from pipeline.base.errors import UserError, writing
-from pipeline.base.processes import command, shown
-from pipeline.config import LOCAL_NAME, SHIPPED, Config, load
-from pipeline.data.images import decoding
-from pipeline.data.sources.caption_rules import instruction
-from pipeline.data.sources.detect import open_source
-from pipeline.data.sources.source import Item
-from pipeline.tools.demo import photographs, small_models
-from pipeline.train.training import summary
+from sana_pipe.base.disk import replacing
+from sana_pipe.base.errors import UserError, writing
+from sana_pipe.base.processes import command, shown
+from sana_pipe.config import LOCAL_NAME, SHIPPED, Config, load
+from sana_pipe.data.images import decoding
+from sana_pipe.data.sources.caption_rules import instruction
+from sana_pipe.data.sources.detect import open_source
+from sana_pipe.data.sources.source import Item
+from sana_pipe.tools.demo import photographs, small_models
+from sana_pipe.train.training import summary
 
 TINY = "tiny.yaml"
 MARK = "demo.json"

@@ -19,18 +19,18 @@ from typing import Any
 
 import click
 
-from pipeline.base import launch, retrying
-from pipeline.base.amounts import amount
-from pipeline.base.errors import IntegrityError, NoSpaceError, UserError
-from pipeline.config import Config
-from pipeline.data import signals
-from pipeline.data.cache import copies, layout
-from pipeline.data.cache import prompts as prompt_sets
-from pipeline.data.cache.cache import Cache, WorkList
-from pipeline.data.cache.encodings import CaptionEncoding, Encoding, caption_of
-from pipeline.data.cache.files import Files
-from pipeline.data.encoders.text import count_rows
-from pipeline.data.encoding import (
+from sana_pipe.base import launch, retrying
+from sana_pipe.base.amounts import amount
+from sana_pipe.base.errors import IntegrityError, NoSpaceError, UserError
+from sana_pipe.config import Config
+from sana_pipe.data import signals
+from sana_pipe.data.cache import copies, layout
+from sana_pipe.data.cache import prompts as prompt_sets
+from sana_pipe.data.cache.cache import Cache, WorkList
+from sana_pipe.data.cache.encodings import CaptionEncoding, Encoding, caption_of
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.encoders.text import count_rows
+from sana_pipe.data.encoding import (
     estimate,
     image_batch,
     refusals,
@@ -39,29 +39,29 @@ from pipeline.data.encoding import (
     understood,
     unit_encoder,
 )
-from pipeline.data.encoding import plan as planning
-from pipeline.data.encoding import prompts as prompt_lists
-from pipeline.data.encoding import rejects as rejecting
-from pipeline.data.encoding import scan as scanning
-from pipeline.data.encoding import survey as surveying
-from pipeline.data.encoding.encoder_settings import EncoderSettings
-from pipeline.data.encoding.fragments import Fragments, ScanSuperseded
-from pipeline.data.encoding.reading import Reading
-from pipeline.data.encoding.rejects import Rejects
-from pipeline.data.encoding.source_plan import SourcePlan, WorkLists
-from pipeline.data.encoding.unit_encoder import UnitEncoder
-from pipeline.data.images import buckets
-from pipeline.data.signals import PictureSignal
-from pipeline.data.signals.latent import compression
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.sources.reject_kinds import Kinds
-from pipeline.data.sources.source import Source
-from pipeline.data.work import claims, disk_space, ray_engine
-from pipeline.data.work.engine import Work, Worker, make_units, missing_units
-from pipeline.data.work.progress import Meter, Progress
-from pipeline.data.work.progress_rows import ProgressRows
-from pipeline.data.work.stop import Stop, Stopped
-from pipeline.tools.locations import cache_location
+from sana_pipe.data.encoding import plan as planning
+from sana_pipe.data.encoding import prompts as prompt_lists
+from sana_pipe.data.encoding import rejects as rejecting
+from sana_pipe.data.encoding import scan as scanning
+from sana_pipe.data.encoding import survey as surveying
+from sana_pipe.data.encoding.encoder_settings import EncoderSettings
+from sana_pipe.data.encoding.fragments import Fragments, ScanSuperseded
+from sana_pipe.data.encoding.reading import Reading
+from sana_pipe.data.encoding.rejects import Rejects
+from sana_pipe.data.encoding.source_plan import SourcePlan, WorkLists
+from sana_pipe.data.encoding.unit_encoder import UnitEncoder
+from sana_pipe.data.images import buckets
+from sana_pipe.data.signals import PictureSignal
+from sana_pipe.data.signals.latent import compression
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.sources.reject_kinds import Kinds
+from sana_pipe.data.sources.source import Source
+from sana_pipe.data.work import claims, disk_space, ray_engine
+from sana_pipe.data.work.engine import Work, Worker, make_units, missing_units
+from sana_pipe.data.work.progress import Meter, Progress
+from sana_pipe.data.work.progress_rows import ProgressRows
+from sana_pipe.data.work.stop import Stop, Stopped
+from sana_pipe.tools.locations import cache_location
 
 
 def run(

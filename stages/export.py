@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from pipeline.base import hub
-from pipeline.base.config import Weights
-from pipeline.base.errors import ConfigError, UserError, writing
-from pipeline.base.options import value_at
-from pipeline.base.urls import strip_credentials
-from pipeline.config import Config, written
-from pipeline.data.encoders.text import text_width
-from pipeline.data.encoders.text_kind import kind_at, max_length
-from pipeline.data.encoders.vae import vae_shape
-from pipeline.tools import outputs
-from pipeline.tools.reporting.export_folder import (
+from sana_pipe.base import hub
+from sana_pipe.base.config import Weights
+from sana_pipe.base.errors import ConfigError, UserError, writing
+from sana_pipe.base.options import value_at
+from sana_pipe.base.urls import strip_credentials
+from sana_pipe.config import Config, written
+from sana_pipe.data.encoders.text import text_width
+from sana_pipe.data.encoders.text_kind import kind_at, max_length
+from sana_pipe.data.encoders.vae import vae_shape
+from sana_pipe.tools import outputs
+from sana_pipe.tools.reporting.export_folder import (
     MARK,
     TOKENIZER,
     Parts,
@@ -37,11 +37,11 @@ from pipeline.tools.reporting.export_folder import (
     write_json,
     write_parts,
 )
-from pipeline.tools.reporting.export_readme import TrainedModel, copy_pictures, readme, trigger_of
-from pipeline.train.models.adapters import Adapter, Merged, adapter_from, files
-from pipeline.train.models.spec import ModelSpec
-from pipeline.train.training import checkpoint as checkpoints
-from pipeline.train.training.base_weights import whole_weights
+from sana_pipe.tools.reporting.export_readme import TrainedModel, copy_pictures, readme, trigger_of
+from sana_pipe.train.models.adapters import Adapter, Merged, adapter_from, files
+from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.training import checkpoint as checkpoints
+from sana_pipe.train.training.base_weights import whole_weights
 
 _FILES = (".safetensors", ".sft", ".pth", ".pt", ".ckpt", ".bin")
 """Endings of weights: `--out lora.safetensors` would be a folder of this name."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import click
 
-from pipeline.config import Config
-from pipeline.data.cache import prompts
-from pipeline.tools.locations import cache_location
+from sana_pipe.config import Config
+from sana_pipe.data.cache import prompts
+from sana_pipe.tools.locations import cache_location
 
 
 def run(config: Config, source: str | None = None, snapshot: str | None = None, prompt_set: str | None = None) -> int:

@@ -6,10 +6,10 @@ import json
 
 import click
 
-from pipeline.base.amounts import amount
-from pipeline.config import Config
-from pipeline.data.cache.garbage import remove, unneeded
-from pipeline.tools.locations import cache_location
+from sana_pipe.base.amounts import amount
+from sana_pipe.config import Config
+from sana_pipe.data.cache.garbage import remove, unneeded
+from sana_pipe.tools.locations import cache_location
 
 
 def run(config: Config, yes: bool = False, older_than_hours: float = 48, as_json: bool = False) -> int:

@@ -19,34 +19,34 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from pipeline.base.amounts import amount
-from pipeline.base.config import setting
-from pipeline.base.disk import replacing
-from pipeline.base.errors import UserError, escaped, writing
-from pipeline.base.gpus import CPU, GIB
-from pipeline.base.launch import Launch, gpus, unusable
-from pipeline.base.processes import shown
-from pipeline.base.yaml_text import from_yaml
-from pipeline.config import LOCAL_NAME, Config, load, read_tree, validated
-from pipeline.data.cache.cache import check_source_name
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.keys import fixed
-from pipeline.data.encoders.text_kind import max_length, normalisation
-from pipeline.data.encoding import estimate, refusals, scan_rows
-from pipeline.data.encoding.look import Looked, check_usable
-from pipeline.data.encoding.picture_commands import ALL_PICTURES
-from pipeline.data.encoding.reading import settles
-from pipeline.data.encoding.regularisation import class_of, places_of
-from pipeline.data.encoding.survey import ScanSettings
-from pipeline.data.images import buckets
-from pipeline.data.snapshots.selection import is_held_out
-from pipeline.data.sources import name_patterns
-from pipeline.data.sources.detect import open_source
-from pipeline.data.sources.source import Place
-from pipeline.tools.planning import auto, predict, recommend
-from pipeline.tools.planning.expected import disk_lines, run_lines
-from pipeline.tools.planning.predict import Data, Machine
-from pipeline.tools.planning.recommend import Facts, Recommendation
+from sana_pipe.base.amounts import amount
+from sana_pipe.base.config import setting
+from sana_pipe.base.disk import replacing
+from sana_pipe.base.errors import UserError, escaped, writing
+from sana_pipe.base.gpus import CPU, GIB
+from sana_pipe.base.launch import Launch, gpus, unusable
+from sana_pipe.base.processes import shown
+from sana_pipe.base.yaml_text import from_yaml
+from sana_pipe.config import LOCAL_NAME, Config, load, read_tree, validated
+from sana_pipe.data.cache.cache import check_source_name
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.keys import fixed
+from sana_pipe.data.encoders.text_kind import max_length, normalisation
+from sana_pipe.data.encoding import estimate, refusals, scan_rows
+from sana_pipe.data.encoding.look import Looked, check_usable
+from sana_pipe.data.encoding.picture_commands import ALL_PICTURES
+from sana_pipe.data.encoding.reading import settles
+from sana_pipe.data.encoding.regularisation import class_of, places_of
+from sana_pipe.data.encoding.survey import ScanSettings
+from sana_pipe.data.images import buckets
+from sana_pipe.data.snapshots.selection import is_held_out
+from sana_pipe.data.sources import name_patterns
+from sana_pipe.data.sources.detect import open_source
+from sana_pipe.data.sources.source import Place
+from sana_pipe.tools.planning import auto, predict, recommend
+from sana_pipe.tools.planning.expected import disk_lines, run_lines
+from sana_pipe.tools.planning.predict import Data, Machine
+from sana_pipe.tools.planning.recommend import Facts, Recommendation
 
 PROMPTS = "prompts.txt"
 COUNTED = 200

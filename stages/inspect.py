@@ -8,13 +8,13 @@ from pathlib import Path
 
 import click
 
-from pipeline.base.errors import escaped
-from pipeline.config import Config
-from pipeline.tools.locations import cache_location
-from pipeline.tools.reporting.blocks import plain
-from pipeline.tools.reporting.figures import Figures, collect
-from pipeline.tools.reporting.json_values import json_values
-from pipeline.tools.reporting.sections import SECTIONS
+from sana_pipe.base.errors import escaped
+from sana_pipe.config import Config
+from sana_pipe.tools.locations import cache_location
+from sana_pipe.tools.reporting.blocks import plain
+from sana_pipe.tools.reporting.figures import Figures, collect
+from sana_pipe.tools.reporting.json_values import json_values
+from sana_pipe.tools.reporting.sections import SECTIONS
 
 
 def run(config: Config, run: Path | None = None, snapshot: str | None = None, as_json: bool = False) -> int:

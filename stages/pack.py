@@ -11,17 +11,17 @@ from typing import Any
 
 import click
 
-from pipeline.base import launch
-from pipeline.base.amounts import amount
-from pipeline.config import Config
-from pipeline.data.cache import copies, index
-from pipeline.data.cache.cache import check_snapshot_name, name_taken
-from pipeline.data.cache.snapshot_head import Head
-from pipeline.data.snapshots import heldout, packing
-from pipeline.data.work import claims, engine
-from pipeline.data.work.progress import Progress
-from pipeline.data.work.stop import Stop, Stopped
-from pipeline.tools.locations import cache_location
+from sana_pipe.base import launch
+from sana_pipe.base.amounts import amount
+from sana_pipe.config import Config
+from sana_pipe.data.cache import copies, index
+from sana_pipe.data.cache.cache import check_snapshot_name, name_taken
+from sana_pipe.data.cache.snapshot_head import Head
+from sana_pipe.data.snapshots import heldout, packing
+from sana_pipe.data.work import claims, engine
+from sana_pipe.data.work.progress import Progress
+from sana_pipe.data.work.stop import Stop, Stopped
+from sana_pipe.tools.locations import cache_location
 
 
 def check_name(name: str | None) -> None:

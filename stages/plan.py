@@ -11,18 +11,18 @@ from typing import Any
 
 import click
 
-from pipeline.base.errors import print_error
-from pipeline.config import Config
-from pipeline.data.encoders.text_kind import max_length
-from pipeline.data.snapshots.opening import unused_records
-from pipeline.tools.locations import cache_location
-from pipeline.tools.planning import auto, extent
-from pipeline.tools.planning import predict as predicting
-from pipeline.tools.planning.predict import Data
-from pipeline.tools.planning.prediction_lines import memory_lines, ranking_lines, time_lines
-from pipeline.tools.planning.search import NothingFitsError, Search
-from pipeline.train.config import TrainConfig
-from pipeline.train.training.assemble import objective_of
+from sana_pipe.base.errors import print_error
+from sana_pipe.config import Config
+from sana_pipe.data.encoders.text_kind import max_length
+from sana_pipe.data.snapshots.opening import unused_records
+from sana_pipe.tools.locations import cache_location
+from sana_pipe.tools.planning import auto, extent
+from sana_pipe.tools.planning import predict as predicting
+from sana_pipe.tools.planning.predict import Data
+from sana_pipe.tools.planning.prediction_lines import memory_lines, ranking_lines, time_lines
+from sana_pipe.tools.planning.search import NothingFitsError, Search
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.training.assemble import objective_of
 
 
 @dataclass(frozen=True)

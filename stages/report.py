@@ -12,18 +12,18 @@ from pathlib import Path
 
 import click
 
-from pipeline.base import processes
-from pipeline.base.amounts import amount
-from pipeline.base.errors import UserError, shown
-from pipeline.config import Config
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.tools import outputs
-from pipeline.tools.locations import cache_location
-from pipeline.tools.reporting import page, report_page
-from pipeline.tools.reporting.blocks import Card, Missing
-from pipeline.tools.reporting.example_pictures import with_pictures
-from pipeline.tools.reporting.figures import collect
-from pipeline.tools.reporting.source_pictures import SourcePictures
+from sana_pipe.base import processes
+from sana_pipe.base.amounts import amount
+from sana_pipe.base.errors import UserError, shown
+from sana_pipe.config import Config
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.tools import outputs
+from sana_pipe.tools.locations import cache_location
+from sana_pipe.tools.reporting import page, report_page
+from sana_pipe.tools.reporting.blocks import Card, Missing
+from sana_pipe.tools.reporting.example_pictures import with_pictures
+from sana_pipe.tools.reporting.figures import collect
+from sana_pipe.tools.reporting.source_pictures import SourcePictures
 
 PAGE = "report.html"
 
@@ -108,6 +108,6 @@ def _nothing(missing: dict[str, Missing]) -> UserError:
 
 
 def _gallery(config: Config, snapshot: Snapshot, photos: SourcePictures | None, count: int) -> list[Card]:
-    from pipeline.tools.reporting import encoder_process, gallery  # torch, which other pages do not need
+    from sana_pipe.tools.reporting import encoder_process, gallery  # torch, which other pages do not need
 
     return gallery.decoded_latents(snapshot, photos, count, partial(encoder_process.decode, config))

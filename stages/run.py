@@ -20,16 +20,16 @@ from typing import Any
 import click
 import torch
 
-from pipeline.base.amounts import amount
-from pipeline.base.options import flat, put, value_at
-from pipeline.base.processes import INTERRUPTED, alongside, call, command, free_memory, shown
-from pipeline.config import LOCAL_NAME, Config, Given, reads
-from pipeline.data.snapshots import provenance
-from pipeline.tools import outputs
-from pipeline.tools.locations import cache_location
-from pipeline.tools.reporting import run_pictures
-from pipeline.train.training import changes, checkpoint, heldout
-from pipeline.train.training.config import PicturesConfig
+from sana_pipe.base.amounts import amount
+from sana_pipe.base.options import flat, put, value_at
+from sana_pipe.base.processes import INTERRUPTED, alongside, call, command, free_memory, shown
+from sana_pipe.config import LOCAL_NAME, Config, Given, reads
+from sana_pipe.data.snapshots import provenance
+from sana_pipe.tools import outputs
+from sana_pipe.tools.locations import cache_location
+from sana_pipe.tools.reporting import run_pictures
+from sana_pipe.train.training import changes, checkpoint, heldout
+from sana_pipe.train.training.config import PicturesConfig
 
 PROMPTS = "prompts.txt"
 STAGES = ("encode", "bucket", "train", "sample", "export")

@@ -17,22 +17,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.base.errors import CacheError, ConfigError, UserError, writing
-from pipeline.base.hub import open_tensors, resolve
-from pipeline.base.launch import check_compiler, resolve_device, set_tf32
-from pipeline.base.metrics.trackers import PictureTrackers
-from pipeline.config import Config
-from pipeline.data.cache.prompts import spread
-from pipeline.data.cache.snapshot_head import Head
-from pipeline.data.encoders.vae import vae_shape
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.sources import caption_rules
-from pipeline.tools import outputs
-from pipeline.tools.locations import cache_location
-from pipeline.tools.reporting import draw_latents, drawing_folder, encoder_process, run_pictures
-from pipeline.tools.reporting.draw_latents import DrawnLatent, draw_columns, likeness
-from pipeline.tools.reporting.drawing_folder import (
+from sana_pipe.base.errors import CacheError, ConfigError, UserError, writing
+from sana_pipe.base.hub import open_tensors, resolve
+from sana_pipe.base.launch import check_compiler, resolve_device, set_tf32
+from sana_pipe.base.metrics.trackers import PictureTrackers
+from sana_pipe.config import Config
+from sana_pipe.data.cache.prompts import spread
+from sana_pipe.data.cache.snapshot_head import Head
+from sana_pipe.data.encoders.vae import vae_shape
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.sources import caption_rules
+from sana_pipe.tools import outputs
+from sana_pipe.tools.locations import cache_location
+from sana_pipe.tools.reporting import draw_latents, drawing_folder, encoder_process, run_pictures
+from sana_pipe.tools.reporting.draw_latents import DrawnLatent, draw_columns, likeness
+from sana_pipe.tools.reporting.drawing_folder import (
     BASE,
     CONTROL,
     DRAWN,
@@ -42,12 +42,12 @@ from pipeline.tools.reporting.drawing_folder import (
     file_name,
     working,
 )
-from pipeline.tools.reporting.source_pictures import SourcePictures
-from pipeline.train.models.adapters import Adapter, adapter_from
-from pipeline.train.models.sampler import Sampling
-from pipeline.train.models.spec import ModelSpec
-from pipeline.train.training import checkpoint as checkpoints
-from pipeline.train.training.base_weights import first_weights, whole_weights
+from sana_pipe.tools.reporting.source_pictures import SourcePictures
+from sana_pipe.train.models.adapters import Adapter, adapter_from
+from sana_pipe.train.models.sampler import Sampling
+from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.training import checkpoint as checkpoints
+from sana_pipe.train.training.base_weights import first_weights, whole_weights
 
 CAPTIONS = 8
 """Captions of a snapshot that are drawn unless `--count` says otherwise."""
@@ -274,7 +274,7 @@ def decode(config: Config, latents: Path, out: Path) -> int:
     """
     from PIL import Image
 
-    from pipeline.data.encoders.vae import LatentDecoder
+    from sana_pipe.data.encoders.vae import LatentDecoder
 
     with open_tensors(latents) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}

@@ -6,14 +6,14 @@ import json
 
 import click
 
-from pipeline.base.amounts import amount
-from pipeline.base.errors import IntegrityError, escaped
-from pipeline.config import Config
-from pipeline.data.cache import compare, layout
-from pipeline.data.cache.cache import MOVING, check_snapshot_name, name_taken
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.snapshots import provenance
-from pipeline.tools.locations import cache_location
+from sana_pipe.base.amounts import amount
+from sana_pipe.base.errors import IntegrityError, escaped
+from sana_pipe.config import Config
+from sana_pipe.data.cache import compare, layout
+from sana_pipe.data.cache.cache import MOVING, check_snapshot_name, name_taken
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.snapshots import provenance
+from sana_pipe.tools.locations import cache_location
 
 SHOWN = 20
 """Samples of each kind that `diff` names without `--json`."""

@@ -16,12 +16,12 @@ from typing import Any
 
 import click
 
-from pipeline.base.amounts import amount, duration
-from pipeline.base.errors import IntegrityError, UserError
-from pipeline.base.metrics import rows
-from pipeline.config import Config
-from pipeline.data.cache.status import status
-from pipeline.tools.locations import cache_location
+from sana_pipe.base.amounts import amount, duration
+from sana_pipe.base.errors import IntegrityError, UserError
+from sana_pipe.base.metrics import rows
+from sana_pipe.config import Config
+from sana_pipe.data.cache.status import status
+from sana_pipe.tools.locations import cache_location
 
 SILENT_S = 60.0
 """A process whose claim or lock is older is called silent, or not running."""

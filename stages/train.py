@@ -14,32 +14,32 @@ from pathlib import Path
 
 import torch
 
-from pipeline.base.errors import ConfigError
-from pipeline.base.launch import Launch, check_compiler, detect, resolve_device
-from pipeline.base.processes import follow_with
-from pipeline.config import Config, reads, written
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.prompts import PromptSet
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.loader import shard_prefetch
-from pipeline.data.loader.inputs import Inputs
-from pipeline.data.loader.schedule import Schedule
-from pipeline.data.snapshots import opening, provenance
-from pipeline.tools.locations import cache_location
-from pipeline.tools.planning import auto
-from pipeline.tools.planning.expectation import Expectation, expect
-from pipeline.tools.planning.predict import Data, Machine
-from pipeline.tools.planning.search import Search
-from pipeline.tools.reporting import run_pictures
-from pipeline.train.config import TrainConfig
-from pipeline.train.parallel.mesh import agreed_device, reopening
-from pipeline.train.training import changes, checkpoint, summary
-from pipeline.train.training.assemble import objective_of
-from pipeline.train.training.build import architecture_of, text_layout
-from pipeline.train.training.checkpoint import Document
-from pipeline.train.training.inputs import task_of
-from pipeline.train.training.task import Context, Log, Report, TrainingTask, WrittenConfiguration
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.base.launch import Launch, check_compiler, detect, resolve_device
+from sana_pipe.base.processes import follow_with
+from sana_pipe.config import Config, reads, written
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.prompts import PromptSet
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.loader import shard_prefetch
+from sana_pipe.data.loader.inputs import Inputs
+from sana_pipe.data.loader.schedule import Schedule
+from sana_pipe.data.snapshots import opening, provenance
+from sana_pipe.tools.locations import cache_location
+from sana_pipe.tools.planning import auto
+from sana_pipe.tools.planning.expectation import Expectation, expect
+from sana_pipe.tools.planning.predict import Data, Machine
+from sana_pipe.tools.planning.search import Search
+from sana_pipe.tools.reporting import run_pictures
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.parallel.mesh import agreed_device, reopening
+from sana_pipe.train.training import changes, checkpoint, summary
+from sana_pipe.train.training.assemble import objective_of
+from sana_pipe.train.training.build import architecture_of, text_layout
+from sana_pipe.train.training.checkpoint import Document
+from sana_pipe.train.training.inputs import task_of
+from sana_pipe.train.training.task import Context, Log, Report, TrainingTask, WrittenConfiguration
+from sana_pipe.train.training.trainer import fit
 
 Choice = str | Path | None
 """The choice of a checkpoint or a file, as the command line names it."""

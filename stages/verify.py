@@ -10,21 +10,21 @@ from typing import Any
 
 import click
 
-from pipeline.base.amounts import amount
-from pipeline.base.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError, expanded
-from pipeline.config import Config
-from pipeline.data.cache import audit, layout
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.findings import BACKUP, Finding, Replaced, encoding_names, named_snapshots, packs
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.lost import repair_documents
-from pipeline.data.encoding.encoder_settings import EncoderSettings
-from pipeline.data.encoding.repair import Repairs, repair_table
-from pipeline.data.encoding.unit_encoder import UnitEncoder
-from pipeline.data.signals import Encoders
-from pipeline.data.snapshots import packing
-from pipeline.data.work.progress import Progress
-from pipeline.tools.locations import cache_location
+from sana_pipe.base.amounts import amount
+from sana_pipe.base.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError, expanded
+from sana_pipe.config import Config
+from sana_pipe.data.cache import audit, layout
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.findings import BACKUP, Finding, Replaced, encoding_names, named_snapshots, packs
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.lost import repair_documents
+from sana_pipe.data.encoding.encoder_settings import EncoderSettings
+from sana_pipe.data.encoding.repair import Repairs, repair_table
+from sana_pipe.data.encoding.unit_encoder import UnitEncoder
+from sana_pipe.data.signals import Encoders
+from sana_pipe.data.snapshots import packing
+from sana_pipe.data.work.progress import Progress
+from sana_pipe.tools.locations import cache_location
 
 
 def run(config: Config, repair: bool = False, data: tuple[str, ...] = (), as_json: bool = False) -> int:

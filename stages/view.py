@@ -8,16 +8,16 @@ from pathlib import Path
 
 import click
 
-from pipeline.base.errors import escaped
-from pipeline.config import Config
-from pipeline.tools import outputs
-from pipeline.tools.locations import cache_location
-from pipeline.tools.reporting import sample_view
-from pipeline.tools.reporting.controls_and_masks import control_and_mask_encodings
-from pipeline.tools.reporting.json_values import json_values
-from pipeline.tools.reporting.sample_figures import near_figures, picture_records, sample_figures
-from pipeline.tools.reporting.sample_names import find
-from pipeline.tools.reporting.source_pictures import SourcePictures
+from sana_pipe.base.errors import escaped
+from sana_pipe.config import Config
+from sana_pipe.tools import outputs
+from sana_pipe.tools.locations import cache_location
+from sana_pipe.tools.reporting import sample_view
+from sana_pipe.tools.reporting.controls_and_masks import control_and_mask_encodings
+from sana_pipe.tools.reporting.json_values import json_values
+from sana_pipe.tools.reporting.sample_figures import near_figures, picture_records, sample_figures
+from sana_pipe.tools.reporting.sample_names import find
+from sana_pipe.tools.reporting.source_pictures import SourcePictures
 
 
 def run(

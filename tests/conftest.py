@@ -18,7 +18,7 @@ import pytest
 from filelock import FileLock
 from PIL import Image
 
-from pipeline.config import Config, load
+from sana_pipe.config import Config, load
 from tests.support.forked import lose_permissions
 
 # Two threads sum in another order on a busy machine, and encoders then give other bits. Set before torch is imported.
@@ -123,7 +123,7 @@ def tiny_repo(made_once: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def photos(made_once: Callable[..., Path]) -> Path:
     """The demonstration's twelve photographs with captions. Do not write into it: copy it."""
-    from pipeline.tools.demo import photographs
+    from sana_pipe.tools.demo import photographs
 
     return made_once("photos", photographs.demo_photos)
 
@@ -143,13 +143,13 @@ def make_config(tiny_repo: Path) -> Callable[..., Config]:
 @pytest.fixture(scope="session")
 def small_cache(photos: Path, make_config: Callable[..., Config], made_once: Callable[..., Path]) -> Path:
     """A cache of the photographs with a snapshot. Do not write into it: take `small_cache_copy`."""
-    import stages.bucket
-    import stages.encode
+    import sana_pipe.stages.bucket
+    import sana_pipe.stages.encode
 
     def make(folder: Path) -> None:
         config = make_config(folder)
-        stages.encode.run(config, data=str(photos))
-        stages.bucket.run(config)
+        sana_pipe.stages.encode.run(config, data=str(photos))
+        sana_pipe.stages.bucket.run(config)
 
     return made_once("small", make) / "cache"
 

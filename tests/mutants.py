@@ -32,6 +32,8 @@ import libcst
 from mutmut.mutation.diff_apply import find_mutant, get_diff_for_mutant, read_functions_from_index
 from mutmut.utils.format_utils import orig_function_and_class_names_from_key
 
+from tests.support.package_links import link
+
 ROOT = Path(__file__).resolve().parent.parent
 WANTED = 0.95
 # A room's files, and the subjects of its tests (tests/test_*.py): those that reach it most for their time. Tests that
@@ -119,9 +121,15 @@ def main() -> int:
             project.write(SETTINGS.format(files=sorted(set().union(*rooms.values()))))
         making = [sys.executable, "-m", "tests.support.mutant_making", *(["statements"] if options.statements else [])]
         subprocess.run(making, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        link(clone)
         assert not _mypy().returncode, "the sources have type errors: make types"
         copy = clone / "mutants"
-        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "TMPDIR": str(clone / "tmp")}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{link(copy)}{os.pathsep}{copy}",
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(clone / "tmp"),
+        }
         (clone / "tmp").mkdir()
         for room, files in rooms.items():
             names = list(islice(_drawn(sorted(_mutants(copy, files)), options.seed), options.sample))

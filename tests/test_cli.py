@@ -18,11 +18,11 @@ from typing import Any
 import click
 import pytest
 
-import pipeline
-from pipeline.base import processes
-from pipeline.base.errors import EXIT_CODES, CacheError, IntegrityError, UserError
-from pipeline.cli import INTERRUPTED, cli, main
-from pipeline.train.training.config import OptimConfig
+import sana_pipe
+from sana_pipe.base import processes
+from sana_pipe.base.errors import EXIT_CODES, CacheError, IntegrityError, UserError
+from sana_pipe.cli import INTERRUPTED, cli, main
+from sana_pipe.train.training.config import OptimConfig
 from tests.support.command_lines import dry_run, words_of
 from tests.support.import_graph import imports, module_name, nodes
 from tests.support.messages import naming
@@ -52,13 +52,13 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Call
                 raise result
             return result
 
-        replacement = types.ModuleType(f"stages.{name}")
+        replacement = types.ModuleType(f"sana_pipe.stages.{name}")
         setattr(replacement, function, record)
-        monkeypatch.setitem(sys.modules, f"stages.{name}", replacement)
-        monkeypatch.setattr(sys.modules["stages"], name, replacement, raising=False)
+        monkeypatch.setitem(sys.modules, f"sana_pipe.stages.{name}", replacement)
+        monkeypatch.setattr(sys.modules["sana_pipe.stages"], name, replacement, raising=False)
         return calls
 
-    import stages  # noqa: F401 - the package has to be there to be patched
+    import sana_pipe.stages  # noqa: F401 - the package has to be there to be patched
 
     return install
 
@@ -137,15 +137,15 @@ def test_a_command_names_the_next_one_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("pipeline.cli.pass_on", lambda *words: False)  # trainings of other tests may have a follower
+    monkeypatch.setattr("sana_pipe.cli.pass_on", lambda *words: False)  # trainings of other tests may have a follower
     name = words.removeprefix("--quiet ").split()[0]
     function = "dry_run" if "encode" in words and "--dry-run" in words else "watch" if "--watch" in words else "run"
     stage(name, result, function)
     if name == "plan":
-        vars(sys.modules["stages.plan"])["Options"] = dict
+        vars(sys.modules["sana_pipe.stages.plan"])["Options"] = dict
     if "--pack" in words:
         stage("pack", result)
-        vars(sys.modules["stages.pack"])["check_name"] = lambda name: None
+        vars(sys.modules["sana_pipe.stages.pack"])["check_name"] = lambda name: None
     for terminal in (False, True):
         monkeypatch.setattr(sys.stdout, "isatty", lambda there=terminal: there)
         end(*shlex.split(words))
@@ -157,12 +157,12 @@ def test_the_line_about_the_next_command_ends_what_follows_a_training(
     stage: Callable[..., Calls], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     passed: list[tuple[str, ...]] = []
-    monkeypatch.setattr("pipeline.cli.pass_on", lambda *words: passed.append(words) or True)
+    monkeypatch.setattr("sana_pipe.cli.pass_on", lambda *words: passed.append(words) or True)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     stage("train", None)
     assert end("train") == 0 and capsys.readouterr().out == ""
     assert passed == [("--next", "sana-pipe sample")]
-    monkeypatch.setattr("pipeline.cli.pass_on", lambda *words: False)
+    monkeypatch.setattr("sana_pipe.cli.pass_on", lambda *words: False)
     stage("report", 0, "finish")
     assert end("finish", "--run", "r", *passed[0]) == 0
     assert capsys.readouterr().out == "next: sana-pipe sample\n"
@@ -170,7 +170,7 @@ def test_the_line_about_the_next_command_ends_what_follows_a_training(
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert end("--version") == 0
-    assert capsys.readouterr().out == f"sana-pipe, version {pipeline.__version__}\n"
+    assert capsys.readouterr().out == f"sana-pipe, version {sana_pipe.__version__}\n"
 
 
 def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,7 +255,7 @@ def test_the_documented_line_sets_completion_up(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = 'eval "$(_SANA_PIPE_COMPLETE=bash_source sana-pipe)"'
-    root = Path(pipeline.__file__).parent.parent
+    root = Path(sana_pipe.__file__).parent.parent
     assert line in (root / "README.md").read_text(encoding="utf-8")
     for shell in ("bash", "zsh", "fish"):
         monkeypatch.setenv("_SANA_PIPE_COMPLETE", f"{shell}_source")
@@ -391,7 +391,7 @@ def test_the_other_stages_get_their_options(stage: Callable[..., Calls]) -> None
 def test_bucket_packs_what_it_made_or_what_is_named(stage: Callable[..., Calls]) -> None:
     bucket, pack = stage("bucket", result="made"), stage("pack")
     checked: list[str | None] = []
-    vars(sys.modules["stages.pack"])["check_name"] = checked.append
+    vars(sys.modules["sana_pipe.stages.pack"])["check_name"] = checked.append
     assert end("bucket", "--pack", "--name", "n") == 0
     assert len(bucket) == 1 and pack[0][1] == {
         "snapshot": "made",
@@ -613,7 +613,7 @@ def test_a_launch_prints_an_error_once(
     printed: str,
 ) -> None:
     """Rank 0 prints an error of all processes; another rank prints an error of its own."""
-    from pipeline import cli
+    from sana_pipe import cli
 
     waits: list[float] = []
     monkeypatch.setattr(cli.time, "sleep", waits.append)
@@ -633,18 +633,18 @@ def test_every_error_has_a_code_of_its_kind_in_the_table() -> None:
     import importlib
     import pkgutil
 
-    import stages
+    import sana_pipe.stages
 
-    for package in (pipeline, stages):
+    for package in (sana_pipe, sana_pipe.stages):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            if module.name != "pipeline.data.work.ray_engine":  # ray need not be installed
+            if module.name != "sana_pipe.data.work.ray_engine":  # ray need not be installed
                 importlib.import_module(module.name)
     kinds_by_code: dict[int, set[type[UserError]]] = {}
     todo: list[type[UserError]] = [UserError]
     while todo:
         kind = todo.pop()
         todo += kind.__subclasses__()
-        if kind.__module__.startswith(("pipeline", "stages")):
+        if kind.__module__.startswith("sana_pipe."):
             kinds_by_code.setdefault(kind.exit_code, set()).add(kind)
     for code, kinds in kinds_by_code.items():
         roots = [kind for kind in kinds if not any(base in kinds for base in kind.__mro__[1:])]
@@ -659,16 +659,16 @@ STAGES = {"bucket": ("bucket", "pack"), "diff": ("snapshots",)}
 
 def test_the_table_names_the_codes_that_a_command_can_give() -> None:
     """Of the rarer ones: those whose errors are raised in what the stage imports."""
-    root = Path(pipeline.__file__).parent.parent
+    root = Path(sana_pipe.__file__).parent.parent
     modules = {module_name(path, root): path for path in [*root.glob("pipeline/**/*.py"), *root.glob("stages/*.py")]}
     targets = {module: [target for _, target in imports(path, root)] for module, path in modules.items()}
     nodes.cache_clear()
     raisers = {
-        5: ("pipeline.data.encoding.rejects", "RejectRateError"),
-        7: ("pipeline.train.training.metadata_reader", "CheckpointError"),
-        8: ("pipeline.tools.reporting.encoder_process", "DecodeError"),
-        9: ("pipeline.train.training.step", "NonFiniteError"),
-        10: ("pipeline.train.training.lock", "RunTaken"),
+        5: ("sana_pipe.data.encoding.rejects", "RejectRateError"),
+        7: ("sana_pipe.train.training.metadata_reader", "CheckpointError"),
+        8: ("sana_pipe.tools.reporting.encoder_process", "DecodeError"),
+        9: ("sana_pipe.train.training.step", "NonFiniteError"),
+        10: ("sana_pipe.train.training.lock", "RunTaken"),
     }
     # export and sample read checkpoints with the module that also writes them, under the run's lock; inspect and report
     # print what is wrong with one
@@ -690,7 +690,7 @@ def test_the_table_names_the_codes_that_a_command_can_give() -> None:
         "forget",
         "check",
     ):
-        reached, todo = set[str](), [f"stages.{stage}" for stage in STAGES.get(name, (name,))]
+        reached, todo = set[str](), [f"sana_pipe.stages.{stage}" for stage in STAGES.get(name, (name,))]
         while todo:
             module = todo.pop()
             if module in modules and module not in reached:
@@ -702,7 +702,7 @@ def test_the_table_names_the_codes_that_a_command_can_give() -> None:
             for code, (module, kind) in raisers.items()
             if module in reached and f"raise {kind}(" in modules[module].read_text() and (code, name) not in apart
         }
-        if "pipeline.train.training.feeding" in reached:  # raises a RejectRateError after the run has saved
+        if "sana_pipe.train.training.feeding" in reached:  # raises a RejectRateError after the run has saved
             able |= {5}
         assert {code for code in raisers if name in EXIT_CODES[code][1]} == able, name
 
@@ -756,7 +756,7 @@ def test_a_real_process_ends_with_130_on_ctrl_c(tmp_path: Path) -> None:
     code = (
         # A shell starts background jobs with SIGINT ignored, and children inherit that.
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        f"sys.path.insert(0, {str(Path(pipeline.__file__).parent.parent)!r}); from pipeline import cli, config; "
+        "from sana_pipe import cli, config; "
         "cli.main(['bucket', '--config', 'never.yaml'])"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True)

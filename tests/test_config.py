@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-import stages.config
-from pipeline import config as module
-from pipeline.base.config import setting
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.base.options import section_of
-from pipeline.base.yaml_text import as_yaml, from_yaml
-from pipeline.config import Config, dump, find, load, load_given, option_fields, shipped
-from pipeline.train.training.config import OptimConfig
-from pipeline.train.training.objectives.control import Controlled
+import sana_pipe.stages.config
+from sana_pipe import config as module
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.base.options import section_of
+from sana_pipe.base.yaml_text import as_yaml, from_yaml
+from sana_pipe.config import Config, dump, find, load, load_given, option_fields, shipped
+from sana_pipe.train.training.config import OptimConfig
+from sana_pipe.train.training.objectives.control import Controlled
 from tests.support.messages import naming
 from tests.support.parameters import first_quick
 
@@ -501,8 +501,8 @@ def test_every_shipped_configuration_trains(
     name: str, small_cache_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One optimizer step of everything that the file says of training, for a small model on a real cache."""
-    import stages.train
-    from pipeline.train.training import metrics
+    import sana_pipe.stages.train
+    from sana_pipe.train.training import metrics
 
     small = load("tiny").model.arch
     assert small is not None
@@ -514,11 +514,11 @@ def test_every_shipped_configuration_trains(
     if name.startswith("controlnet"):
         run.append("train.controlnet.layers=1")  # the small model has two blocks
         with pytest.raises(ConfigError, match="has no control records"):
-            stages.train.run(load(name, [*overrides, *run]), log=lambda line: None)
+            sana_pipe.stages.train.run(load(name, [*overrides, *run]), log=lambda line: None)
         assert not (tmp_path / "run").exists()
         monkeypatch.setattr(Controlled, "pictures", ("latent",))  # the picture is its own control
     config = load(name, [*overrides, *run])
-    report = stages.train.run(config, log=lambda line: None)
+    report = sana_pipe.stages.train.run(config, log=lambda line: None)
     assert report.step == 1
     (row,) = metrics.read(tmp_path / "run/metrics.jsonl")
     assert row["lr"] == pytest.approx(config.train.optim.lr / config.train.optim.warmup_steps)
@@ -561,7 +561,7 @@ def test_every_option_and_section_is_documented() -> None:
 
 def test_the_page_of_options_is_up_to_date() -> None:
     page = Path(__file__).parent.parent / "docs/configuration.md"
-    assert page.read_text(encoding="utf-8") == stages.config.markdown() + "\n", (
+    assert page.read_text(encoding="utf-8") == sana_pipe.stages.config.markdown() + "\n", (
         "sana-pipe config --markdown > docs/configuration.md"
     )
 
@@ -572,7 +572,7 @@ def test_the_printed_configuration_loads_to_the_same(
 ) -> None:
     overrides = ["train.ema={decay: 0.5}", "bucket.sources={a: {weight: 2}, b: {}}", "data.caption='#: -'", "cache='1'"]
     config, given = load_given(path, overrides)
-    assert stages.config.run(config, given) == 0
+    assert sana_pipe.stages.config.run(config, given) == 0
     printed = capsys.readouterr().out
     assert load(write(tmp_path, printed)) == config
     comments = [line for line in printed.splitlines() if line.lstrip().startswith("#")]
@@ -582,7 +582,7 @@ def test_the_printed_configuration_loads_to_the_same(
 def test_the_origin_of_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, MINIMAL + "train: {steps: 7, optim: {lr: 1e-3}}\nencode: {storage: int8}\n")
     overrides = ["train.seed=3", "bucket.remainder=drop", "train.parallel={tp_size: 2}", "bucket.sources.a.weight=2"]
-    stages.config.run(*load_given(file, overrides), as_json=True)
+    sana_pipe.stages.config.run(*load_given(file, overrides), as_json=True)
     report = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in report["options"]}
     assert report["file"] == str(file)
@@ -601,29 +601,29 @@ def test_the_origin_of_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (rows["train.steps"]["value"], rows["train.steps"]["default"]) == (7, "10000")
     assert rows["vae.id"]["default"] is None
     assert load_given("tiny")[1].given_by("train.steps") == "shipped tiny.yaml"
-    stages.config.run(*load_given(file, ["train.seed=3"]), "train.seed")
+    sana_pipe.stages.config.run(*load_given(file, ["train.seed=3"]), "train.seed")
     assert "set by --set]\n  seed: 3\n" in capsys.readouterr().out
 
 
 def test_one_section_or_option_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    stages.config.run(*load_given("tiny"), "train.optim")
+    sana_pipe.stages.config.run(*load_given("tiny"), "train.optim")
     tree = from_yaml(capsys.readouterr().out)
     assert list(tree) == ["train"] and list(tree["train"]) == ["optim"]
     assert list(tree["train"]["optim"]) == list(OptimConfig.model_fields)
     with pytest.raises(ConfigError, match=r"train\.optim"):
-        stages.config.run(*load_given("tiny"), "train.optin")
+        sana_pipe.stages.config.run(*load_given("tiny"), "train.optin")
     with pytest.raises(
         ConfigError, match=r"train\.controlnet\.layers is an option of train\.controlnet, which is null"
     ) as error:
-        stages.config.run(*load_given("tiny"), "train.controlnet.layers")
+        sana_pipe.stages.config.run(*load_given("tiny"), "train.controlnet.layers")
     assert "sana-pipe config train.controlnet --set train.controlnet={}" in str(error.value.fix)
-    stages.config.run(*load_given("tiny", ["train.controlnet={}"]), "train.controlnet.layers")
+    sana_pipe.stages.config.run(*load_given("tiny", ["train.controlnet={}"]), "train.controlnet.layers")
     with pytest.raises(ConfigError, match="no option"):
-        stages.config.run(*load_given("tiny"), "train.controlnet.layer")
+        sana_pipe.stages.config.run(*load_given("tiny"), "train.controlnet.layer")
 
 
 def test_secrets_of_addresses_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    stages.config.run(
+    sana_pipe.stages.config.run(
         *load_given("tiny", ["cache='s3://user:secret@host/x'", "bucket.caches=['s3://user:secret@host/y']"])
     )
     said = capsys.readouterr().out

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from pipeline.cli import cli
-from pipeline.config import load, shipped
-from pipeline.train.training import optimizers
-from stages import demo
+from sana_pipe.cli import cli
+from sana_pipe.config import load, shipped
+from sana_pipe.stages import demo
+from sana_pipe.train.training import optimizers
 from tests.support import hub_layouts
 from tests.support.sana_shapes import SHAPES
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 import pytest
 
-from pipeline.cli import cli
-from pipeline.config import option_fields, reads
+from sana_pipe.cli import cli
+from sana_pipe.config import option_fields, reads
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = "PLACE"

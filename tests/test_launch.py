@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from pipeline.base import launch
-from pipeline.base.errors import ConfigError, UserError, printed_first, was_printed
-from pipeline.base.launch import (
+from sana_pipe.base import launch
+from sana_pipe.base.errors import ConfigError, UserError, printed_first, was_printed
+from sana_pipe.base.launch import (
     Launch,
     check_accelerate,
     check_restart,
@@ -29,16 +29,16 @@ from pipeline.base.launch import (
     resolve_device,
     share_of_work,
 )
-from pipeline.config import load
-from pipeline.data.encoding import unit_encoder
-from pipeline.tools.planning import auto
-from pipeline.train.config import TrainConfig
-from pipeline.train.parallel import collectives, mesh
-from pipeline.train.parallel.config import ParallelConfig
-from pipeline.train.training import metrics
-from pipeline.train.training.checks import check_inputs
-from pipeline.train.training.trainer import fit
-from stages import sample
+from sana_pipe.config import load
+from sana_pipe.data.encoding import unit_encoder
+from sana_pipe.stages import sample
+from sana_pipe.tools.planning import auto
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.parallel import collectives, mesh
+from sana_pipe.train.parallel.config import ParallelConfig
+from sana_pipe.train.training import metrics
+from sana_pipe.train.training.checks import check_inputs
+from sana_pipe.train.training.trainer import fit
 from tests.support.messages import naming
 from tests.support.workers import mortal_run, tiny_run
 
@@ -349,10 +349,10 @@ def test_kernels_are_refused_before_a_run_where_nothing_compiles_them(
 _ONE_OF_TWO = """
 import sys
 import torch
-from pipeline.train.parallel.config import ParallelConfig
-from pipeline.base.errors import UserError
-from pipeline.base.launch import detect
-from pipeline.train.parallel import mesh
+from sana_pipe.train.parallel.config import ParallelConfig
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.launch import detect
+from sana_pipe.train.parallel import mesh
 
 launch = mesh.reopening(detect(), 0)
 def lacking(): raise UserError("the GPU of this machine cannot be used", found="a driver that is too old")
@@ -448,10 +448,10 @@ def test_blocks_of_the_allocator_grow_unless_the_user_has_set_it_up(monkeypatch:
 
 def test_the_allocator_is_set_up_before_torch_is_imported() -> None:
     code = (
-        "import os, sys; from pipeline.base import launch; set_up = launch.prefer_expandable_segments\n"
+        "import os, sys; from sana_pipe.base import launch; set_up = launch.prefer_expandable_segments\n"
         "def spy(): print('torch' in sys.modules); set_up(); print(os.environ['PYTORCH_ALLOC_CONF']); sys.exit()\n"
         "launch.prefer_expandable_segments = spy\n"
-        "from pipeline.cli import main; main(['train', '--config', 'tiny', '--set', 'cache=/nowhere'])"
+        "from sana_pipe.cli import main; main(['train', '--config', 'tiny', '--set', 'cache=/nowhere'])"
     )
     environ = {name: value for name, value in tiny_run.environ().items() if "ALLOC_CONF" not in name}
     ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
@@ -588,7 +588,7 @@ def test_accelerate_launch_sets_the_variables_that_are_read(tmp_path: Path) -> N
     script = tmp_path / "ask.py"
     script.write_text(
         "import torch\n"
-        "from pipeline.base.launch import check_accelerate, detect\n"
+        "from sana_pipe.base.launch import check_accelerate, detect\n"
         "launch = detect()\n"
         "print(launch)\n"
         "check_accelerate(torch.device('cpu'), precision='bf16', compiled='auto', chosen='auto')\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.base.launch import check_accelerate
+from sana_pipe.base.launch import check_accelerate
 from tests.support.workers import tiny_run
 
 RECIPES = tiny_run.ROOT / "configs" / "launch"

@@ -19,46 +19,46 @@ ROOT = Path(__file__).resolve().parent.parent
 # Longest matching prefix decides. A room may always import itself; each permission is used by somebody. Wings look down
 # only: tools, train, data, base; a test holds it. `config` composes the sections of data and train.
 ALLOWED: dict[str, set[str]] = {
-    room: {f"pipeline.{name}" if name != "stages" else name for name in names.split()}
+    room: {f"sana_pipe.{name}" for name in names.split()}
     for room, names in {
-        "pipeline": "",
-        "pipeline.base": "",
-        "pipeline.data.cache": "base",
-        "pipeline.data.encoders": "base",
-        "pipeline.data.sources": "base data.cache data.encoders.config",
-        "pipeline.data.images": "base data.sources.config data.snapshots.config",
-        "pipeline.data.signals": "base data.cache data.encoders data.images data.sources data.encoding.config",
-        "pipeline.data.loader": "base data.cache data.signals data.sources",
-        "pipeline.data.work": "base data.cache data.encoding.config",
-        "pipeline.data.snapshots": "base data.cache data.encoding.config data.images data.loader data.signals"
+        "sana_pipe": "",
+        "sana_pipe.base": "",
+        "sana_pipe.data.cache": "base",
+        "sana_pipe.data.encoders": "base",
+        "sana_pipe.data.sources": "base data.cache data.encoders.config",
+        "sana_pipe.data.images": "base data.sources.config data.snapshots.config",
+        "sana_pipe.data.signals": "base data.cache data.encoders data.images data.sources data.encoding.config",
+        "sana_pipe.data.loader": "base data.cache data.signals data.sources",
+        "sana_pipe.data.work": "base data.cache data.encoding.config",
+        "sana_pipe.data.snapshots": "base data.cache data.encoding.config data.images data.loader data.signals"
         " data.sources",
-        "pipeline.data.encoding": "base data.cache data.encoders data.images data.signals data.sources data.work",
-        "pipeline.train.config": "base train.models.config train.parallel.config train.training.config"
+        "sana_pipe.data.encoding": "base data.cache data.encoders data.images data.signals data.sources data.work",
+        "sana_pipe.train.config": "base train.models.config train.parallel.config train.training.config"
         " train.training.optimizer_records",
-        "pipeline.train.kernels": "",
-        "pipeline.train.models": "base train.config train.kernels",
-        "pipeline.train.parallel": "base train.config train.kernels",
-        "pipeline.train.training": "base data.cache.layout data.cache.snapshot_head data.loader train.config"
+        "sana_pipe.train.kernels": "",
+        "sana_pipe.train.models": "base train.config train.kernels",
+        "sana_pipe.train.parallel": "base train.config train.kernels",
+        "sana_pipe.train.training": "base data.cache.layout data.cache.snapshot_head data.loader train.config"
         " train.kernels train.models train.parallel",
-        "pipeline.config": "base data.cache.config data.encoders.config data.encoding.config data.snapshots.config"
-        " data.sources.config train.config train.models.config",
-        "pipeline.tools.demo": "base train.models",
-        "pipeline.tools.locations": "config data.cache",
-        "pipeline.tools.outputs": "base config tools.locations",
-        "pipeline.tools.planning": "base config data.cache data.images data.loader data.signals data.snapshots.config"
+        "sana_pipe.config": "base configs data.cache.config data.encoders.config data.encoding.config"
+        " data.snapshots.config data.sources.config train.config train.models.config",
+        "sana_pipe.tools.demo": "base train.models",
+        "sana_pipe.tools.locations": "config data.cache",
+        "sana_pipe.tools.outputs": "base config tools.locations",
+        "sana_pipe.tools.planning": "base config data.cache data.images data.loader data.signals data.snapshots.config"
         " data.sources.config train",
-        "pipeline.tools.reporting": "base config data tools.outputs train.config train.models train.training",
-        "pipeline.cli": "base config data.sources.formats stages",
-        "stages": "base config data train tools",
+        "sana_pipe.tools.reporting": "base config data tools.outputs train.config train.models train.training",
+        "sana_pipe.cli": "base config data.sources.formats stages",
+        "sana_pipe.stages": "base config data train tools",
     }.items()
 }
 FORBIDDEN_LIBRARIES: dict[str, set[str]] = {  # library: the modules that may import it
-    "diffusers": {"pipeline.data.encoders", "pipeline.train.models", "pipeline.tools.demo"},
-    "transformers": {"pipeline.base.hub", "pipeline.data.encoders", "pipeline.tools.demo"},
-    "tokenizers": {"pipeline.tools.demo"},
+    "diffusers": {"sana_pipe.data.encoders", "sana_pipe.train.models", "sana_pipe.tools.demo"},
+    "transformers": {"sana_pipe.base.hub", "sana_pipe.data.encoders", "sana_pipe.tools.demo"},
+    "tokenizers": {"sana_pipe.tools.demo"},
     "triton": {
-        "pipeline.train.kernels.gated_convolution_triton",
-        "pipeline.train.kernels.linear_attention_triton",
+        "sana_pipe.train.kernels.gated_convolution_triton",
+        "sana_pipe.train.kernels.linear_attention_triton",
     },
 }
 CACHE_LIBRARIES = {
@@ -72,7 +72,7 @@ CACHE_LIBRARIES = {
     "xxhash",
     "zstandard",
 }
-ENVIRONMENT_HOME = "pipeline.base.launch"
+ENVIRONMENT_HOME = "sana_pipe.base.launch"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,12 +91,12 @@ def _room(module: str) -> str:
 
 def _permitted(target: str, here: str) -> bool:
     room = _room(here)
-    if room == "stages":  # each stage is a room of its own
-        if _within(target, "stages"):
+    if room == "sana_pipe.stages":  # each stage is a room of its own
+        if _within(target, room):
             return False
-    elif room != "pipeline" and _within(target, room):
+    elif room != "sana_pipe" and _within(target, room):
         return True
-    if target.startswith("pipeline.__"):  # names of the top package itself, such as __version__
+    if target.startswith("sana_pipe.__"):  # names of the top package itself, such as __version__
         return True
     return any(_within(target, allowed) for allowed in ALLOWED[room])
 
@@ -109,16 +109,16 @@ def violations(root: Path) -> list[str]:
         for line, target in imports(path, root):
             where = f"{path.relative_to(root)}:{line}"
             top = target.partition(".")[0]
-            if top in ("pipeline", "stages", "benchmarks", "tests"):
+            if top in ("sana_pipe", "benchmarks", "tests"):
                 if not _permitted(target, here):
                     result.append(f"{where}: {here} imports {target}")
                 continue
             homes = FORBIDDEN_LIBRARIES.get(top)
             if homes is not None and not any(_within(here, home) for home in homes):
                 result.append(f"{where}: {here} imports {top}")
-            if _within(target, "torch.distributed") and _within(here, "pipeline.train.models"):
+            if _within(target, "torch.distributed") and _within(here, "sana_pipe.train.models"):
                 result.append(f"{where}: {here} imports torch.distributed")
-            if _within(here, "pipeline.data.cache") and top not in CACHE_LIBRARIES | sys.stdlib_module_names:
+            if _within(here, "sana_pipe.data.cache") and top not in CACHE_LIBRARIES | sys.stdlib_module_names:
                 result.append(f"{where}: {here} imports {top}")
         if here != ENVIRONMENT_HOME:
             result += [f"{path.relative_to(root)}:{line}: {here} reads the environment" for line in _environment(path)]
@@ -138,12 +138,11 @@ def test_every_import_is_in_the_table() -> None:
     assert violations(ROOT) == []
 
 
-WINGS = ("base", "data", "train", "config", "tools", "cli", "stages")
+WINGS = ("configs", "base", "data", "train", "config", "tools", "cli", "stages")
 
 
 def _wing(room: str) -> int:
-    parts = room.split(".")
-    return WINGS.index(parts[0] if parts[0] == "stages" else parts[1])
+    return WINGS.index(room.split(".")[1])
 
 
 WHOLE = {
@@ -165,7 +164,7 @@ def test_below_the_stages_functions_take_a_section_or_values() -> None:
                     ast.unparse(each.annotation) for each in node.args.args + node.args.kwonlyargs if each.annotation
                 ]
                 if any(each in ("Config", "Config | None") for each in given):
-                    taking.add(f"{module_name(path, ROOT).removeprefix('pipeline.')}.{node.name}")
+                    taking.add(f"{module_name(path, ROOT).removeprefix('sana_pipe.')}.{node.name}")
             elif isinstance(node, ast.AnnAssign):
                 assert ast.unparse(node.annotation) != "Config", path
     assert taking == WHOLE
@@ -174,7 +173,7 @@ def test_below_the_stages_functions_take_a_section_or_values() -> None:
 def test_wings_look_down() -> None:
     """The table permits nothing that leads up."""
     for room, names in ALLOWED.items():
-        assert all(_wing(name) <= _wing(room) or room == "pipeline.cli" for name in names), room
+        assert all(_wing(name) <= _wing(room) or room == "sana_pipe.cli" for name in names), room
 
 
 def test_no_test_imports_another_test() -> None:
@@ -216,13 +215,13 @@ def test_a_planted_circle_is_named(tmp_path: Path) -> None:
     """Also one for types, below a module that is in no circle, and above another."""
     (tmp_path / "pipeline").mkdir()
     for name, line in {
-        "top": "from pipeline.one import x",
-        "one": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pipeline.two import x",
-        "two": "def f():\n    from pipeline import one, end",
+        "top": "from sana_pipe.one import x",
+        "one": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from sana_pipe.two import x",
+        "two": "def f():\n    from sana_pipe import one, end",
         "end": "",
     }.items():
         (tmp_path / f"pipeline/{name}.py").write_text(line + "\n")
-    assert circular(tmp_path) == ["pipeline.one", "pipeline.two"]
+    assert circular(tmp_path) == ["sana_pipe.one", "sana_pipe.two"]
 
 
 PRIVATE_USES = 23
@@ -264,7 +263,7 @@ def test_tests_reach_for_less_that_is_private() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["module._x()", "from pipeline.module import _x", "patch.setattr(module, '_x', None)", "a.b._x = 1"]
+    "line", ["module._x()", "from sana_pipe.module import _x", "patch.setattr(module, '_x', None)", "a.b._x = 1"]
 )
 def test_a_planted_use_is_counted(tmp_path: Path, line: str) -> None:
     (tmp_path / "test.py").write_text(f"self._x\nmodule._other\nmodule.x\n{line}\n")
@@ -293,7 +292,7 @@ def unused(root: Path) -> list[str]:
         taken = imported.get(room, set())
         result += [f"{room}: {name}" for name in sorted(names) if not any(_within(target, name) for target in taken)]
     libraries = {(library, home) for library, homes in FORBIDDEN_LIBRARIES.items() for home in homes}
-    libraries |= {(library, "pipeline.data.cache") for library in CACHE_LIBRARIES}
+    libraries |= {(library, "sana_pipe.data.cache") for library in CACHE_LIBRARIES}
     for library, home in sorted(libraries):
         if not any(_within(here, home) and _within(target, library) for here, target in used):
             result.append(f"{home}: {library}")
@@ -308,10 +307,10 @@ def test_every_row_and_permission_is_used() -> None:
 @pytest.mark.parametrize(
     ("table", "planted", "line"),
     [
-        ("ALLOWED", {"pipeline.gone": set()}, "pipeline.gone: no module"),
-        ("ALLOWED", {"pipeline.train.kernels": {"pipeline.config"}}, "pipeline.train.kernels: pipeline.config"),
-        ("FORBIDDEN_LIBRARIES", {"tokenizers": {"pipeline.tools.demo", "pipeline.cli"}}, "pipeline.cli: tokenizers"),
-        ("CACHE_LIBRARIES", {"torch"}, "pipeline.data.cache: torch"),
+        ("ALLOWED", {"sana_pipe.gone": set()}, "sana_pipe.gone: no module"),
+        ("ALLOWED", {"sana_pipe.train.kernels": {"sana_pipe.config"}}, "sana_pipe.train.kernels: sana_pipe.config"),
+        ("FORBIDDEN_LIBRARIES", {"tokenizers": {"sana_pipe.tools.demo", "sana_pipe.cli"}}, "sana_pipe.cli: tokenizers"),
+        ("CACHE_LIBRARIES", {"torch"}, "sana_pipe.data.cache: torch"),
     ],
 )
 def test_a_planted_permission_is_named(monkeypatch: pytest.MonkeyPatch, table: str, planted: Any, line: str) -> None:
@@ -322,28 +321,28 @@ def test_a_planted_permission_is_named(monkeypatch: pytest.MonkeyPatch, table: s
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("pipeline/train/models/bad.py", "from pipeline.data.cache import layout"),
+        ("pipeline/train/models/bad.py", "from sana_pipe.data.cache import layout"),
         ("pipeline/train/models/bad.py", "from ...data.cache import layout"),
         ("pipeline/train/models/bad.py", "from ...data import sources"),
-        ("pipeline/train/kernels/bad.py", "from pipeline.train.models import sana_layers"),
+        ("pipeline/train/kernels/bad.py", "from sana_pipe.train.models import sana_layers"),
         ("pipeline/train/models/bad.py", "import torch.distributed as dist"),
         ("pipeline/train/models/bad.py", "from torch import distributed"),
-        ("pipeline/train/models/deep/bad.py", "import pipeline.train.parallel.mesh"),
+        ("pipeline/train/models/deep/bad.py", "import sana_pipe.train.parallel.mesh"),
         ("pipeline/data/cache/bad.py", "import torch"),
-        ("pipeline/data/cache/bad.py", "def f():\n    import pipeline.data.loader.loader"),
-        ("pipeline/data/sources/bad.py", "import importlib\nimportlib.import_module('pipeline.train.models.sana')"),
+        ("pipeline/data/cache/bad.py", "def f():\n    import sana_pipe.data.loader.loader"),
+        ("pipeline/data/sources/bad.py", "import importlib\nimportlib.import_module('sana_pipe.train.models.sana')"),
         ("pipeline/data/sources/bad.py", "from transformers import AutoTokenizer"),
         ("pipeline/train/kernels/backend.py", "import triton.language as tl"),
-        ("pipeline/train/parallel/bad.py", "from pipeline.train.models.sana import SanaTransformer"),
+        ("pipeline/train/parallel/bad.py", "from sana_pipe.train.models.sana import SanaTransformer"),
         ("pipeline/train/training/bad.py", "from diffusers import SanaPipeline"),
-        ("pipeline/train/training/bad.py", "import pipeline.data.encoding.plan"),
+        ("pipeline/train/training/bad.py", "import sana_pipe.data.encoding.plan"),
         ("pipeline/train/training/bad.py", "import os\nos.environ['RANK']"),
         ("pipeline/data/encoding/bad.py", "from os import getenv"),
-        ("pipeline/config.py", "from pipeline.train.parallel.mesh import Layout"),
-        ("stages/bad.py", "from stages import train"),
+        ("pipeline/config.py", "from sana_pipe.train.parallel.mesh import Layout"),
+        ("stages/bad.py", "from sana_pipe.stages import train"),
         ("stages/bad.py", "from . import train"),
-        ("stages/bad.py", "from pipeline.cli import main"),
-        ("pipeline/bad.py", "from stages import train"),
+        ("stages/bad.py", "from sana_pipe.cli import main"),
+        ("pipeline/bad.py", "from sana_pipe.stages import train"),
     ],
 )
 def test_a_planted_import_is_caught(tmp_path: Path, file: str, line: str) -> None:
@@ -365,7 +364,7 @@ def _loaded(statement: str) -> set[str]:
 
 def _heavy(modules: set[str]) -> list[str]:
     names = ("autoencoder_dc", "modeling_gemma2", "pipeline_sana")
-    whole = ("diffusers", "transformers", "pipeline.data.encoders.vae", "pipeline.tools.demo.small_models")
+    whole = ("diffusers", "transformers", "sana_pipe.data.encoders.vae", "sana_pipe.tools.demo.small_models")
     return sorted(m for m in modules if m in whole or m.rpartition(".")[2] in names)
 
 
@@ -397,18 +396,18 @@ def test_memory_is_never_measured_by_tracemalloc() -> None:
 
 @pytest.mark.slow
 def test_training_imports_no_encoder() -> None:
-    loaded = _loaded("import stages.train, pipeline.train.models.sampler")
+    loaded = _loaded("import sana_pipe.stages.train, sana_pipe.train.models.sampler")
     assert _heavy(loaded) == [] and "accelerate" not in loaded
 
 
 @pytest.mark.slow
 def test_the_check_sees_an_encoder_that_is_imported() -> None:
-    loaded = _loaded("import stages.train, diffusers.models.autoencoders.autoencoder_dc")
+    loaded = _loaded("import sana_pipe.stages.train, diffusers.models.autoencoders.autoencoder_dc")
     assert "diffusers" in _heavy(loaded)
 
 
 def test_the_command_line_answers_without_torch() -> None:
-    assert not {"torch", "numpy", "diffusers"} & _loaded("import pipeline.cli, pipeline.config")
+    assert not {"torch", "numpy", "diffusers"} & _loaded("import sana_pipe.cli, sana_pipe.config")
 
 
 def test_functions_and_the_heads_of_modules_are_short() -> None:

@@ -19,22 +19,22 @@ from typing import Any
 
 import pytest
 
-import stages.bucket
-import stages.encode
-import stages.status
-import stages.train
-from pipeline.base import counters, processes, retrying
-from pipeline.base.errors import AwayError, CacheError
-from pipeline.base.metrics import rows, textfile
-from pipeline.base.metrics.textfile import Textfile
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.mirror import Mirror
-from pipeline.data.encoding.unit_encoder import UnitEncoder
-from pipeline.data.work import claims, progress_rows
-from pipeline.data.work.progress import Meter, Progress
-from pipeline.data.work.progress_rows import ProgressRows
-from pipeline.train.training import metrics
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.status
+import sana_pipe.stages.train
+from sana_pipe.base import counters, processes, retrying
+from sana_pipe.base.errors import AwayError, CacheError
+from sana_pipe.base.metrics import rows, textfile
+from sana_pipe.base.metrics.textfile import Textfile
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.mirror import Mirror
+from sana_pipe.data.encoding.unit_encoder import UnitEncoder
+from sana_pipe.data.work import claims, progress_rows
+from sana_pipe.data.work.progress import Meter, Progress
+from sana_pipe.data.work.progress_rows import ProgressRows
+from sana_pipe.train.training import metrics
 from tests.support import prometheus
 from tests.support.constants import constants, set_constants, unit_sizes
 from tests.support.failing_reads import disconnect
@@ -70,9 +70,9 @@ def done(photos: Path, make_config: MakeConfig, tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("metrics")
     train = ("train.steps=3", "train.log_every=1", "train.device=cpu", "train.trackers=[]", "train.compile=none")
     config = make_config(folder, *CPU, *train, f"metrics.textfile={folder / 'prom/node'}")
-    stages.encode.run(config, data=str(photos))
-    stages.bucket.run(config)
-    stages.train.run(config)
+    sana_pipe.stages.encode.run(config, data=str(photos))
+    sana_pipe.stages.bucket.run(config)
+    sana_pipe.stages.train.run(config)
     return config
 
 
@@ -126,7 +126,7 @@ def test_textfiles_have_the_values_of_the_last_rows(done: Config) -> None:
 
 def test_a_second_encode_that_has_nothing_to_do_writes_nothing(done: Config, photos: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in Path(done.cache).glob("reports/*")}
-    stages.encode.run(done, data=str(photos))
+    sana_pipe.stages.encode.run(done, data=str(photos))
     after = {path: path.stat().st_mtime_ns for path in Path(done.cache).glob("reports/*")}
     jsonl = {path for path in before if path.suffix == ".jsonl"}
     assert jsonl and {path: before[path] for path in jsonl} == {p: t for p, t in after.items() if p.suffix == ".jsonl"}
@@ -141,7 +141,7 @@ def test_retries_of_a_source_are_counted(
     monkeypatch.setattr(retrying, "PAUSE_S", 0.01)
     before = counters.totals()["retries"]
     disconnect(monkeypatch, str(data), every=2)
-    assert stages.encode.run(config, data=str(data))["rejects"] == 0
+    assert sana_pipe.stages.encode.run(config, data=str(data))["rejects"] == 0
     [encoded] = written(config.cache).values()
     [values] = textfiles(tmp_path / "prom").values()
     assert encoded[-1]["retries"] == total(values, "sana_pipe_store_retries_total") > before + 12
@@ -161,7 +161,7 @@ def test_rejects_are_counted_by_reason(
         return real(self, *given)
 
     monkeypatch.setattr(UnitEncoder, "make", late)
-    assert stages.encode.run(config, data=str(data))["rejects"] == 1
+    assert sana_pipe.stages.encode.run(config, data=str(data))["rejects"] == 1
     [encoded] = written(config.cache).values()
     [values] = textfiles(tmp_path / "prom").values()
     [(reason, count)] = encoded[-1]["rejects"].items()
@@ -192,7 +192,7 @@ def test_two_tasks_write_two_files_and_a_killed_one_leaves_its_file_whole(
     models = [f"--set=vae.id={config.vae.id}", f"--set=text.id={config.text.id}"]
     sets = [f"--set={text}" for text in (*CPU, f"cache={config.cache}", f"metrics.textfile={prom}")]
     command = ["encode", "--config", "tiny", "--data", str(photos), "--task-count", "2", *models, *sets]
-    set_constants(monkeypatch, {"pipeline.data.work.claims.STALE_S": 2})
+    set_constants(monkeypatch, {"sana_pipe.data.work.claims.STALE_S": 2})
     held = partial(often, tmp_path / "go")
     tasks = [Forked(*command, "--task-index", str(task), before=held) for task in (0, 1)]
     until(lambda: prom.is_dir() and len(list(prom.glob("*.prom"))) == 2, 120)
@@ -451,8 +451,8 @@ def test_a_silent_store_and_a_slow_one_are_counted(
 
 
 def test_evictions_of_the_mirror_are_counted(tmp_path: Path, counted: Callable[[], dict[str, float]]) -> None:
-    from pipeline.data.cache import layout
-    from pipeline.data.cache.folder_store import FolderStore
+    from sana_pipe.data.cache import layout
+    from sana_pipe.data.cache.folder_store import FolderStore
 
     mirror = Mirror(tmp_path / "mirror", 1000, FolderStore(tmp_path / "origin", 60))
     for number in range(6):
@@ -486,14 +486,14 @@ def working(done: Config, tmp_path: Path) -> tuple[Config, Any]:
 
 def test_status_shows_processes_that_encode(working: tuple[Config, Any], capsys: Any) -> None:
     config, held = working
-    stages.status.run(config)
+    sana_pipe.stages.status.run(config)
     assert "gpu03, task 2 of 8: 50 images at " in capsys.readouterr().out
     path = held.files.path(f"claims/{held.work[0]}/00000000/{held.work[2]}.json")
     os.utime(path, (time.time() - 100,) * 2)
-    stages.status.run(config)
+    sana_pipe.stages.status.run(config)
     assert "147 left" in (out := capsys.readouterr().out) and "silent for 1m40s" in out
     held.worker.release(*held.work)
-    stages.status.run(config, as_json=True)
+    sana_pipe.stages.status.run(config, as_json=True)
     assert json.loads(capsys.readouterr().out)["tasks"] == []
 
 
@@ -504,7 +504,7 @@ def test_status_shows_what_stores_cost_a_process_that_encodes(
 
     def make(self: UnitEncoder, *given: Any) -> Any:
         if retries:
-            stages.status.run(config)
+            sana_pipe.stages.status.run(config)
             lines = capsys.readouterr().out.splitlines()
             [line] = [line for line in lines if line.startswith(f"{os.uname().nodename}, task 1 of 1: ")]
             assert f", {retries[-1]:.0f} retries" in line and " of waiting for stores" in line
@@ -513,26 +513,26 @@ def test_status_shows_what_stores_cost_a_process_that_encodes(
         return real(self, *given)
 
     monkeypatch.setattr(UnitEncoder, "make", make)
-    stages.encode.run(config, data=str(photos))
+    sana_pipe.stages.encode.run(config, data=str(photos))
     assert len(retries) > 6
 
 
 def test_status_shows_a_training_that_holds_its_run(done: Config, capsys: Any) -> None:
     lock = Path(done.train.output) / "lock.json"
-    stages.status.run(done)
+    sana_pipe.stages.status.run(done)
     assert "training" not in capsys.readouterr().out, "it has ended"
     lock.touch()
     try:
-        stages.status.run(done)
+        sana_pipe.stages.status.run(done)
         assert f"training {done.train.output}: step 3, 0 left" in capsys.readouterr().out
         below = Path(done.train.output) / "second"
         below.mkdir()
         (below / "lock.json").touch()
-        stages.status.run(done)
+        sana_pipe.stages.status.run(done)
         assert f"training {below}: no step yet" in capsys.readouterr().out
         shutil.rmtree(below)
         os.utime(lock, (time.time() - 100,) * 2)
-        stages.status.run(done)
+        sana_pipe.stages.status.run(done)
         assert "training" not in capsys.readouterr().out, "it was killed"
     finally:
         lock.unlink()
@@ -549,21 +549,21 @@ def test_status_is_watched_until_ctrl_c(
         if len(pauses) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(stages.status, "time", SimpleNamespace(sleep=sleep, time=time.time))
-    assert stages.status.watch(config, 7) == 0 and pauses == [7, 7, 7]
+    monkeypatch.setattr(sana_pipe.stages.status, "time", SimpleNamespace(sleep=sleep, time=time.time))
+    assert sana_pipe.stages.status.watch(config, 7) == 0 and pauses == [7, 7, 7]
     out = capfd.readouterr().out
     assert out.count("gpu03, task 2 of 8") == 3 and "\x1b" not in out, "a pipe gets one below the other"
     pauses.clear()
-    assert stages.status.watch(config, 7, as_json=True) == 0
+    assert sana_pipe.stages.status.watch(config, 7, as_json=True) == 0
     assert [json.loads(line)["tasks"][0]["left"] for line in capfd.readouterr().out.splitlines()] == [147] * 3
-    monkeypatch.setattr(stages.status.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sana_pipe.stages.status.sys.stdout, "isatty", lambda: True, raising=False)
     pauses.clear()
-    stages.status.watch(config, 7)
+    sana_pipe.stages.status.watch(config, 7)
     assert capfd.readouterr().out.count("\x1b[2J") == 3
 
 
 def test_watching_ends_with_the_pipe_that_is_read(done: Config, tmp_path: Path) -> None:
-    command = f"{sys.executable} -m pipeline.cli status --watch --every 0.1 --set cache={done.cache} | head -1"
+    command = f"{sys.executable} -m sana_pipe.cli status --watch --every 0.1 --set cache={done.cache} | head -1"
     ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == processes.OUTPUT_LOST and "Traceback" not in ended.stderr, ended.stderr
 
@@ -574,7 +574,7 @@ def test_watching_ends_with_the_pipe_that_is_read(done: Config, tmp_path: Path) 
 def test_watching_outlasts_errors_of_the_store(
     error: Exception, done: Config, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = stages.status.status, list[int]()
+    real, calls = sana_pipe.stages.status.status, list[int]()
 
     def failing(cache: Cache) -> Any:
         calls.append(1)
@@ -586,8 +586,8 @@ def test_watching_outlasts_errors_of_the_store(
         if len(calls) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(stages.status, "status", failing)
-    monkeypatch.setattr(stages.status, "time", SimpleNamespace(sleep=sleep, time=time.time))
-    assert stages.status.watch(done, 0.1) == 0
+    monkeypatch.setattr(sana_pipe.stages.status, "status", failing)
+    monkeypatch.setattr(sana_pipe.stages.status, "time", SimpleNamespace(sleep=sleep, time=time.time))
+    assert sana_pipe.stages.status.watch(done, 0.1) == 0
     out = capfd.readouterr().out
     assert out.count("waiting for it") == 2 and "complete" in out and "Traceback" not in out

@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-import stages.bucket
-import stages.encode
-import stages.train
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.encoders import vae as encoders
-from pipeline.data.encoders.text import TextEncoder
-from pipeline.data.images import decoding
-from pipeline.data.loader.loader import Batch, Loader, bf16
-from pipeline.data.sources import caption_rules
-from pipeline.train.models.flow_matching import FlowMatching
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.train
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.encoders import vae as encoders
+from sana_pipe.data.encoders.text import TextEncoder
+from sana_pipe.data.images import decoding
+from sana_pipe.data.loader.loader import Batch, Loader, bf16
+from sana_pipe.data.sources import caption_rules
+from sana_pipe.train.models.flow_matching import FlowMatching
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
 from tests.support.constants import set_constants
 from tests.support.loading import loader_settings
 
@@ -81,10 +81,10 @@ def losses(config: Config, batches: list[Batch]) -> list[float]:
 def test_cached_training_is_training_with_the_encoders_in_the_loop(
     photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_constants(monkeypatch, {"pipeline.data.encoding.plan.CPU_TEXT_BATCH": 1})
+    set_constants(monkeypatch, {"sana_pipe.data.encoding.plan.CPU_TEXT_BATCH": 1})
     config = make_config(tmp_path, "encode.image_batch=1", "bucket.batch=4")
-    stages.encode.run(config, data=str(photos))
-    stages.bucket.run(config)
+    sana_pipe.stages.encode.run(config, data=str(photos))
+    sana_pipe.stages.bucket.run(config)
     snapshot = Cache(config.cache).open_snapshot()
     loader = Loader(
         snapshot,
@@ -105,8 +105,8 @@ def test_a_run_is_only_its_snapshot(photos: Path, make_config: MakeConfig, tmp_p
     here = tmp_path / "here"
     source = Path(shutil.copytree(photos, tmp_path / "photos"))
     config = make_config(here)
-    stages.encode.run(config, data=str(source))
-    stages.bucket.run(config)
+    sana_pipe.stages.encode.run(config, data=str(source))
+    sana_pipe.stages.bucket.run(config)
     there = tmp_path / "there"
     shutil.copytree(here / "cache", there / "cache")
     shutil.rmtree(here)
@@ -114,27 +114,27 @@ def test_a_run_is_only_its_snapshot(photos: Path, make_config: MakeConfig, tmp_p
     moved = make_config(
         there, "train.steps=4", "train.log_every=1", "train.save_every=2", "vae.id=/nowhere", "text.id=/nowhere"
     )
-    report = stages.train.run(moved)
+    report = sana_pipe.stages.train.run(moved)
     assert report.step == 4
     rows = [json.loads(line) for line in (there / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
     shutil.move(tmp_path / "gone", source)
-    assert stages.encode.run(make_config(there), data=str(source))["images"] == 0
+    assert sana_pipe.stages.encode.run(make_config(there), data=str(source))["images"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED.exists(), reason="the sample pictures do not lie beside this checkout")
 def test_real_photographs_go_all_the_way(tiny_repo: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(tmp_path, "train.steps=50", "train.log_every=10", "train.optim.warmup_steps=5")
-    photos = stages.encode.run(config, data=str(SHARED / "photos"))
+    photos = sana_pipe.stages.encode.run(config, data=str(SHARED / "photos"))
     assert photos["images"] == photos["items"] - photos["rejects"] > 50
     exif = tmp_path / "exif"
     shutil.copytree(SHARED / "exif", exif, ignore=shutil.ignore_patterns("LICENSE"))
     for path in exif.glob("*.jpg"):
         path.with_suffix(".txt").write_text(f"a {path.stem.split('_')[0].lower()}")
-    turned = stages.encode.run(config, data=str(exif))
+    turned = sana_pipe.stages.encode.run(config, data=str(exif))
     assert (turned["rejects"], turned["images"]) == (0, turned["items"])
-    stages.bucket.run(config)
+    sana_pipe.stages.bucket.run(config)
     snapshot = Cache(config.cache).open_snapshot()
     assert len(snapshot) == photos["images"] + turned["images"]
     shapes = {
@@ -144,7 +144,7 @@ def test_real_photographs_go_all_the_way(tiny_repo: Path, make_config: MakeConfi
     }
     assert shapes["Landscape"].width > shapes["Landscape"].height
     assert shapes["Portrait"].height > shapes["Portrait"].width
-    report = stages.train.run(config)
+    report = sana_pipe.stages.train.run(config)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     curve = [row["loss"] for row in rows if "loss" in row]
     assert report.step == 50

@@ -14,16 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.base import processes
-from pipeline.base.errors import UserError
-from pipeline.config import Config
-from pipeline.data.cache.arrow import ParquetFile, parquet_batches
+from sana_pipe.base import processes
+from sana_pipe.base.errors import UserError
+from sana_pipe.config import Config
+from sana_pipe.data.cache.arrow import ParquetFile, parquet_batches
 
 ROOT = Path(__file__).resolve().parent.parent
 READING_AT_THE_END = """
 import io, sys, threading, time
 import pyarrow as pa, pyarrow.parquet as pq
-from pipeline.base.processes import run_and_exit
+from sana_pipe.base.processes import run_and_exit
 
 entered = threading.Event()
 
@@ -67,7 +67,7 @@ def test_a_native_thread_that_still_reads_changes_neither_output_nor_exit_code()
 def test_a_command_takes_the_place_of_a_process_that_ended_well(code: int) -> None:
     words = """
 import os, sys
-from pipeline.base import processes
+from sana_pipe.base import processes
 
 def main():
     print("before", os.getpid())
@@ -87,7 +87,7 @@ processes.run_and_exit(main)
 def test_the_installed_command_shows_no_warnings_of_libraries_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     code = """
 import logging, warnings
-from pipeline import cli
+from sana_pipe import cli
 
 def main():
     warnings.warn("deprecated")
@@ -105,7 +105,7 @@ cli.console()
 
 
 def test_the_installed_command_ends_so_too() -> None:
-    ended = child(READING_AT_THE_END.replace("END", "from pipeline import cli\ncli.main = main\ncli.console()"))
+    ended = child(READING_AT_THE_END.replace("END", "from sana_pipe import cli\ncli.main = main\ncli.console()"))
     assert (ended.returncode, ended.stdout, ended.stderr) == (5, "done\n", "")
 
 
@@ -141,7 +141,7 @@ def test_that_thread_would_end_an_interpreter_that_is_torn_down() -> None:
 )
 def test_the_exit_code_is_that_of_main(body: str, code: int) -> None:
     ended = child(
-        f"import sys\nfrom pipeline.base.processes import run_and_exit\ndef main():\n {body}\nrun_and_exit(main)"
+        f"import sys\nfrom sana_pipe.base.processes import run_and_exit\ndef main():\n {body}\nrun_and_exit(main)"
     )
     assert ended.returncode == code
     assert ("words" in ended.stderr) == (code == 1)
@@ -151,7 +151,7 @@ def test_threads_are_joined_exit_functions_run_and_output_flushed() -> None:
     ended = child("""
 import atexit, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from pipeline.base.processes import run_and_exit
+from sana_pipe.base.processes import run_and_exit
 
 def late(text):
     time.sleep(0.2)
@@ -172,14 +172,14 @@ run_and_exit(main)
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_line_without_an_end_is_written_too(stream: str) -> None:
     main = f"lambda: sys.{stream}.write('half') and None"
-    ended = child(f"import sys\nfrom pipeline.base.processes import run_and_exit\nrun_and_exit({main})")
+    ended = child(f"import sys\nfrom sana_pipe.base.processes import run_and_exit\nrun_and_exit({main})")
     assert (ended.returncode, getattr(ended, stream)) == (0, "half")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_output_that_cannot_be_written_is_no_success() -> None:
     for returned, code in ((None, processes.OUTPUT_LOST), (0, processes.OUTPUT_LOST), (5, 5)):
-        main = f"from pipeline.base.processes import run_and_exit\nrun_and_exit(lambda: print('lost') or {returned})"
+        main = f"from sana_pipe.base.processes import run_and_exit\nrun_and_exit(lambda: print('lost') or {returned})"
         with open("/dev/full", "w") as full:
             ended = subprocess.run([sys.executable, "-c", main], stdout=full, timeout=60, check=False, env=buffered())
         assert ended.returncode == code
@@ -195,7 +195,7 @@ def test_work_goes_on_when_its_lines_cannot_be_written(away: str, stream: str, t
 import sys
 from pathlib import Path
 import click
-from pipeline.base.processes import run_and_exit
+from sana_pipe.base.processes import run_and_exit
 
 def main():
     for number in range(3):
@@ -233,7 +233,7 @@ def test_a_character_that_the_terminal_lacks_is_escaped_and_loses_no_line() -> N
         [
             sys.executable,
             "-c",
-            f"from pipeline.base.processes import run_and_exit\nrun_and_exit(lambda: exec({main!r}))",
+            f"from sana_pipe.base.processes import run_and_exit\nrun_and_exit(lambda: exec({main!r}))",
         ],
         capture_output=True,
         text=True,
@@ -253,7 +253,7 @@ def test_what_a_terminal_would_obey_is_escaped_on_both_streams() -> None:
         [
             sys.executable,
             "-c",
-            f"from pipeline.base.processes import run_and_exit\nrun_and_exit(lambda: exec({main!r}))",
+            f"from sana_pipe.base.processes import run_and_exit\nrun_and_exit(lambda: exec({main!r}))",
         ],
         capture_output=True,
         timeout=60,
@@ -313,7 +313,7 @@ def test_pyarrows_own_ways_to_read_parquet_are_used_nowhere() -> None:
 
 NOISE = """
 import logging, warnings
-from pipeline import cli
+from sana_pipe import cli
 def noisy():
     import torchao.quantization  # tells of libraries that it could not load
     logging.getLogger("library").warning("a note")

@@ -7,12 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
 
-from pipeline import config as configuration
-from pipeline.config import SHIPPED, load
+from sana_pipe import config as configuration
+from sana_pipe.config import SHIPPED, load
 from tests.support.command_lines import dry_run, words_of
 
 ROOT = Path(__file__).parent.parent
@@ -173,8 +174,8 @@ def test_the_bucket_section_is_a_configuration(tmp_path: Path) -> None:
     """The example is valid as it stands, with the batches that its comments state."""
     import yaml
 
-    from pipeline.data.images import buckets
-    from pipeline.data.snapshots.filters import Filter
+    from sana_pipe.data.images import buckets
+    from sana_pipe.data.snapshots.filters import Filter
 
     example = yaml.safe_load(blocks("yaml", "docs/snapshots.md")[0])
     whole = yaml.safe_load((SHIPPED / "sana_1600m_1024.yaml").read_text(encoding="utf-8"))
@@ -251,6 +252,29 @@ def test_constants_that_contributors_are_sent_to_exist() -> None:
     assert [name for name in sorted(named) if not re.search(rf"^{name}\b", code, re.M)] == []
 
 
+def _install_wheel(tree: Path, folder: Path) -> tuple[str, ...]:
+    """Build the wheel of `tree` and install it into `tree`/.venv, next to foreign packages with the folders' names."""
+    code = "import setuptools.build_meta as m, sys; print(m.build_wheel(sys.argv[1]))"
+    built = subprocess.run([sys.executable, "-c", code, folder], cwd=tree, capture_output=True, text=True, check=True)
+    shutil.rmtree(tree / "build")
+    venv.create(tree / ".venv", with_pip=True)
+    site = next((tree / ".venv/lib").glob("python*/site-packages"))
+    libraries = [
+        path for path in sys.path if path.endswith("site-packages")
+    ]  # lines of a .pth: their own .pth are not read
+    (site / "libraries.pth").write_text("\n".join(libraries))
+    foreign = ("pipeline", "stages", "configs")
+    for name in foreign:
+        (site / name).mkdir()
+        (site / name / "__init__.py").write_text("")
+    wheel = folder / built.stdout.strip().splitlines()[-1]
+    pip = [tree / ".venv/bin/python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+    subprocess.run(pip, cwd=folder, capture_output=True, text=True, check=True)
+    tops = {path.name for path in site.iterdir() if "sana_pipe" in path.name}
+    assert len(tops) == 2 and "sana_pipe" in tops, tops
+    return foreign
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_two_commands_run(tmp_path: Path) -> None:
@@ -262,18 +286,25 @@ def test_the_two_commands_run(tmp_path: Path) -> None:
     for name in ("Makefile", "README.md", "pyproject.toml", "constraints.txt", "pipeline", "stages", "configs"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tree / name)
-    (tree / ".venv" / "bin").mkdir(parents=True)
-    for name in ("python", "sana-pipe"):
-        start = f'exec "{sys.executable}" ' + ('"$@"' if name == "python" else '-m pipeline.cli "$@"')
-        (tree / ".venv" / "bin" / name).write_text(f"#!/bin/sh\n{start}\n")
-        (tree / ".venv" / "bin" / name).chmod(0o755)
-    (tree / ".venv" / ".installed").touch()
-    outside = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}  # this may run under make
-    environment = {**outside, "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1"}
+    packages = "sana_pipe", *_install_wheel(tree, tmp_path)
+    (tree / ".venv" / ".installed-for-users").touch()
+    outside = {
+        k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "PYTHON"))
+    }  # may run under make
+    environment = {**outside, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         ["make", "demo", "DEMO_ARGS=--quick"], cwd=tree, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    names = subprocess.run(
+        [tree / ".venv/bin/python", "-c", "import sys; print([__import__(name) for name in sys.argv[1:]])", *packages],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert names.count(str(tree / ".venv")) == len(packages), names
     sheet = tree / done.stdout.strip().splitlines()[-1].partition("contact sheet: ")[2]
     assert sheet.read_bytes().startswith(b"\x89PNG")
     done = subprocess.run(

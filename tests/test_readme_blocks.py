@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.config import SHIPPED
-from pipeline.tools.demo import photographs
+from sana_pipe.config import SHIPPED
+from sana_pipe.tools.demo import photographs
+from tests.support.package_links import link
 
 ROOT = Path(__file__).parent.parent
 FULL = SHIPPED / "sana_1600m_1024.yaml"
 STAND_INS = {
     "sana-pipe": f"""
-"{sys.executable}" -m pipeline.cli "$@" || exit
+"{sys.executable}" -m sana_pipe.cli "$@" || exit
 [ "$1" != init ] || PYTHONPATH="{ROOT}" "{sys.executable}" -m tests.test_readme_blocks "$@" """,
     "sbatch": """
 if grep -q "^#SBATCH --array" "$1"; then
@@ -65,6 +66,7 @@ def place(tmp_path: Path, tiny_repo: Path) -> Path:
 
     for name in ("pipeline", "stages", "configs"):
         shutil.copytree(ROOT / name, tmp_path / name)
+    link(tmp_path)
     arch = yaml.safe_load((SHIPPED / "tiny.yaml").read_text(encoding="utf-8"))["model"]["arch"]
     width = arch["num_attention_heads"] * arch["attention_head_dim"]
     base = SanaTransformer2DModel(
@@ -83,7 +85,8 @@ def place(tmp_path: Path, tiny_repo: Path) -> Path:
 
 def walk(place: Path, block: str) -> str:
     outside = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "RANK", "WORLD_"))}
-    outside |= {"PYTHONPATH": str(place), "HF_HUB_OFFLINE": "1", "PATH": f"{place / 'bin'}:{os.environ['PATH']}"}
+    outside |= {"PYTHONPATH": str(place / "build/links"), "HF_HUB_OFFLINE": "1"}
+    outside["PATH"] = f"{place / 'bin'}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block], cwd=place, env=outside, capture_output=True, text=True, check=False
     )

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from pipeline import config as configuration
-from pipeline.base.config import Section
-from pipeline.base.errors import ConfigError
-from pipeline.cli import cli
-from pipeline.config import READS, Config, load, reads
+from sana_pipe import config as configuration
+from sana_pipe.base.config import Section
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.cli import cli
+from sana_pipe.config import READS, Config, load, reads
 from tests.support.messages import naming
 
 PATHS = configuration._all_paths()
@@ -128,19 +128,19 @@ def test_the_table_holds_what_the_stages_really_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every stage runs with a configuration whose fields note who reads them."""
-    import stages.bucket
-    import stages.encode
-    import stages.export
-    import stages.gc
-    import stages.inspect
-    import stages.pack
-    import stages.report
-    import stages.sample
-    import stages.snapshots
-    import stages.status
-    import stages.train
-    import stages.verify
-    import stages.view
+    import sana_pipe.stages.bucket
+    import sana_pipe.stages.encode
+    import sana_pipe.stages.export
+    import sana_pipe.stages.gc
+    import sana_pipe.stages.inspect
+    import sana_pipe.stages.pack
+    import sana_pipe.stages.report
+    import sana_pipe.stages.sample
+    import sana_pipe.stages.snapshots
+    import sana_pipe.stages.status
+    import sana_pipe.stages.train
+    import sana_pipe.stages.verify
+    import sana_pipe.stages.view
 
     result: dict[str, set[str]] = defaultdict(set)
     places: dict[type, str] = {}  # by class: parts of a configuration are copied and replaced on the way
@@ -173,21 +173,23 @@ def test_the_table_holds_what_the_stages_really_read(
         finally:
             command = ""
 
-    run("encode", stages.encode.run, data=str(photos))
-    run("bucket", stages.bucket.run, name="x")
-    run("bucket", stages.pack.run, snapshot="x", name="y")
-    run("train", stages.train.run)
-    run("export", stages.export.run, checkpoint="auto", out=tmp_path / "export")
-    monkeypatch.setattr(stages.sample, "decode_in_subprocess", lambda *_: (_ for _ in ()).throw(ConfigError("enough")))
+    run("encode", sana_pipe.stages.encode.run, data=str(photos))
+    run("bucket", sana_pipe.stages.bucket.run, name="x")
+    run("bucket", sana_pipe.stages.pack.run, snapshot="x", name="y")
+    run("train", sana_pipe.stages.train.run)
+    run("export", sana_pipe.stages.export.run, checkpoint="auto", out=tmp_path / "export")
+    monkeypatch.setattr(
+        sana_pipe.stages.sample, "decode_in_subprocess", lambda *_: (_ for _ in ()).throw(ConfigError("enough"))
+    )
     with pytest.raises(ConfigError, match="enough"):
-        run("sample", stages.sample.run, checkpoint="auto", snapshot=None, out=tmp_path / "drawn", count=1)
-    run("status", stages.status.run)
-    run("verify", stages.verify.run)
-    run("gc", stages.gc.run, yes=False, older_than_hours=1)
-    run("snapshots", stages.snapshots.run)
-    run("inspect", stages.inspect.run)
-    run("view", stages.view.run, text="astronaut", out=tmp_path / "view.html")
-    run("report", stages.report.run, out=tmp_path / "report.html")
+        run("sample", sana_pipe.stages.sample.run, checkpoint="auto", snapshot=None, out=tmp_path / "drawn", count=1)
+    run("status", sana_pipe.stages.status.run)
+    run("verify", sana_pipe.stages.verify.run)
+    run("gc", sana_pipe.stages.gc.run, yes=False, older_than_hours=1)
+    run("snapshots", sana_pipe.stages.snapshots.run)
+    run("inspect", sana_pipe.stages.inspect.run)
+    run("view", sana_pipe.stages.view.run, text="astronaut", out=tmp_path / "view.html")
+    run("report", sana_pipe.stages.report.run, out=tmp_path / "report.html")
     odd = {words: sorted(o for o in options if not reads(words, o)) for words, options in result.items()}
     assert {words: options for words, options in odd.items() if options} == {}
     assert {"train.steps", "train.optim.lr", "data.resolution"} <= result["train"]

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.base.errors import UserError
-from pipeline.base.processes import command, free_memory
-from pipeline.config import Config, dump, load_given, option_fields, reads
-from stages import run as stage
-from stages.run import STAGES
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.processes import command, free_memory
+from sana_pipe.config import Config, dump, load_given, option_fields, reads
+from sana_pipe.stages import run as stage
+from sana_pipe.stages.run import STAGES
 from tests.support.forked import Forked, succeed
 from tests.support.launched import children
 from tests.support.runs import same_checkpoints

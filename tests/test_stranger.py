@@ -24,13 +24,13 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-import stages.bucket
-import stages.encode
-from pipeline.base.errors import UserError
-from pipeline.config import load
-from pipeline.data.cache.cache import Cache
-from pipeline.data.encoders.frozen import from_bits
-from stages import init
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+from sana_pipe.base.errors import UserError
+from sana_pipe.config import load
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.encoders.frozen import from_bits
+from sana_pipe.stages import init
 from tests.support.messages import naming
 
 SIDE, CELLS, PIXELS = 64, 8, 256
@@ -310,9 +310,9 @@ def walk(data: list[Path], folder: Path, trigger: str | None, settings: list[str
         others = [f"bucket.sources.{WARM}.weight=0"] if (folder / "cache").exists() else []
         config = load(out, [*models, *small, *others, f"cache={folder / 'cache'}"])
         for each in data:
-            stages.encode.run(config, str(each))
+            sana_pipe.stages.encode.run(config, str(each))
     with contextlib.redirect_stdout(report := io.StringIO()):
-        stages.bucket.run(config, as_json=True)
+        sana_pipe.stages.bucket.run(config, as_json=True)
     return trained(Cache(config.cache)), json.loads(report.getvalue())
 
 

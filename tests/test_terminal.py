@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.base.launch import Launch
-from pipeline.base.terminal import LiveLine
-from pipeline.data.work import progress
-from pipeline.data.work.progress import Meter, Progress
-from pipeline.train.training import metrics, trainer
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.terminal import LiveLine
+from sana_pipe.data.work import progress
+from sana_pipe.data.work.progress import Meter, Progress
+from sana_pipe.train.training import metrics, trainer
 from tests.support.workers import tiny_run
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import fsspec
 import pytest
 
-import stages.status
-from pipeline.base import retrying
-from pipeline.base.errors import UserError
-from pipeline.base.urls import strip_credentials
-from pipeline.data.cache.connections import one_attempt, refuse_credentials
+import sana_pipe.stages.status
+from sana_pipe.base import retrying
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.urls import strip_credentials
+from sana_pipe.data.cache.connections import one_attempt, refuse_credentials
 from tests.support import synthetic
 
 
@@ -94,7 +94,7 @@ def test_roots_of_earlier_scans_are_shown_without_credentials(
     values = {key: value for key, value in body.items() if key not in ("format", "version", "digest")}
     cache.add_scan("one", {**values, "root": "http://user:secret@host/x"})
     for as_json in (False, True):
-        stages.status.run(of, as_json=as_json)
+        sana_pipe.stages.status.run(of, as_json=as_json)
         said = capsys.readouterr().out
         assert "http://host/x" in said and "secret" not in said
 

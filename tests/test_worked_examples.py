@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.data.loader.schedule import Blocks, Order, Schedule, interleaved
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_files import WeightFiles, save_weights
-from pipeline.train.models.sana_shape import SanaShape, interleave
-from pipeline.train.parallel.pipeline_parallel import stage_ranges
-from pipeline.train.parallel.saved_tensors import quantise, restore
+from sana_pipe.data.loader.schedule import Blocks, Order, Schedule, interleaved
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_files import WeightFiles, save_weights
+from sana_pipe.train.models.sana_shape import SanaShape, interleave
+from sana_pipe.train.parallel.pipeline_parallel import stage_ranges
+from sana_pipe.train.parallel.saved_tensors import quantise, restore
 
 
 def test_the_order_of_a_snapshot() -> None:

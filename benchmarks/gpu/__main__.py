@@ -13,12 +13,13 @@ from typing import Any
 
 import benchmarks.gpu
 from benchmarks.gpu import rows as kit
+from tests.support.package_links import link
 
 NO_GPU = 2
 
 
 def install(wheels: Path) -> None:
-    """Install wheels into a folder next to them, which this process and its children import from first.
+    """Install wheels into a folder next to them; this process and its children import them, and this checkout, first.
 
     Raises:
         SystemExit: there are none, or pip fails.
@@ -34,8 +35,9 @@ def install(wheels: Path) -> None:
         if done.returncode:
             raise SystemExit(f"pip could not install the wheels in {wheels}")
         complete.write_text(names, encoding="utf-8")
-    sys.path.insert(0, str(site))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    first = [str(site), str(link())]
+    sys.path[:0] = first
+    os.environ["PYTHONPATH"] = os.pathsep.join([*first, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 
 def headline(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def measured(out: Path | None) -> dict[str, dict[str, Any]]:
 
 def child(text: str, dry: bool) -> None:
     """One row in this process; its figures are the last line. The allocator is set as the command line sets it."""
-    from pipeline.base.launch import prefer_expandable_segments
+    from sana_pipe.base.launch import prefer_expandable_segments
 
     prefer_expandable_segments()  # before torch is imported
     figures = kit.measure(kit.Row(**json.loads(text)), dry)
@@ -151,6 +153,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from pipeline.base.processes import run_and_exit
+    from sana_pipe.base.processes import run_and_exit
 
     run_and_exit(main)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from benchmarks import text_encode
 from benchmarks.gpu.sizes import Sizes
-from pipeline.base.hub import no_progress_bars
-from pipeline.data.encoders.config import TextConfig, VaeConfig
-from pipeline.data.encoders.frozen import from_bits
-from pipeline.data.encoders.text import TextEncoder
-from pipeline.data.encoders.vae import LatentEncoder, footprint
-from pipeline.data.encoding import image_batch
-from pipeline.tools.demo import small_models
+from sana_pipe.base.hub import no_progress_bars
+from sana_pipe.data.encoders.config import TextConfig, VaeConfig
+from sana_pipe.data.encoders.frozen import from_bits
+from sana_pipe.data.encoders.text import TextEncoder
+from sana_pipe.data.encoders.vae import LatentEncoder, footprint
+from sana_pipe.data.encoding import image_batch
+from sana_pipe.tools.demo import small_models
 
 VAE = {
     "encoder_block_types": ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,

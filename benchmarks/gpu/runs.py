@@ -17,17 +17,17 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-import stages.train
+import sana_pipe.stages.train
 from benchmarks.gpu.sizes import GIB, Sizes
 from benchmarks.loader import BUCKETS, build
 from benchmarks.report import commit, resident
 from benchmarks.train_step import TINY
-from pipeline.base.launch import check_compiler, driver, set_tf32
-from pipeline.config import load
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.train.training import metrics
-from pipeline.train.training.checkpoint import Saver
+from sana_pipe.base.launch import check_compiler, driver, set_tf32
+from sana_pipe.config import load
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.train.training import metrics
+from sana_pipe.train.training.checkpoint import Saver
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -209,7 +209,7 @@ def trainer(sizes: Sizes, *, steps: int, save_every: int, batch: int) -> dict[st
             arch = f"model.arch={{num_layers: {sizes.config.num_layers}}}"
             config = load("sana_1600m_1024", ["model.weights=null", arch, *options])
         with timed("save"), timed("_write"):
-            stages.train.run(config, log=lambda line: None)
+            sana_pipe.stages.train.run(config, log=lambda line: None)
         rows = metrics.read(place / "run/metrics.jsonl")
         files = sum(path.stat().st_size for path in (place / "run/profile").iterdir())
         size = sum(path.stat().st_size for path in (place / "run/checkpoints").rglob("*") if path.is_file())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.report import resident
-from pipeline.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_config import SanaConfig
 
 GIB = 2**30
 _TINY = SanaConfig(

@@ -26,26 +26,26 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu import encoders
 from benchmarks.gpu.rows import PREDICTED
 from benchmarks.gpu.sizes import GIB, Sizes
-from pipeline.base.errors import UserError
-from pipeline.base.gpus import CARDS, card, of_device
-from pipeline.base.launch import Launch
-from pipeline.data.images.buckets import table
-from pipeline.data.loader.loader import Batch
-from pipeline.data.sources.config import DataConfig
-from pipeline.tools.planning.cost import Time
-from pipeline.tools.planning.predict import Data, Machine, Prediction, predict
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.adapters import adapter_of
-from pipeline.train.models.flow_matching import FlowMatching
-from pipeline.train.parallel.mesh import open_mesh
-from pipeline.train.parallel.parallelize import parallelize
-from pipeline.train.parallel.shards import local
-from pipeline.train.training import optimizers
-from pipeline.train.training.assemble import Trainable
-from pipeline.train.training.host_copy import plain_parts
-from pipeline.train.training.objectives.flow import Flow
-from pipeline.train.training.optimizers import in_backward
-from pipeline.train.training.step import TrainStep
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.gpus import CARDS, card, of_device
+from sana_pipe.base.launch import Launch
+from sana_pipe.data.images.buckets import table
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.tools.planning.cost import Time
+from sana_pipe.tools.planning.predict import Data, Machine, Prediction, predict
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.adapters import adapter_of
+from sana_pipe.train.models.flow_matching import FlowMatching
+from sana_pipe.train.parallel.mesh import open_mesh
+from sana_pipe.train.parallel.parallelize import parallelize
+from sana_pipe.train.parallel.shards import local
+from sana_pipe.train.training import optimizers
+from sana_pipe.train.training.assemble import Trainable
+from sana_pipe.train.training.host_copy import plain_parts
+from sana_pipe.train.training.objectives.flow import Flow
+from sana_pipe.train.training.optimizers import in_backward
+from sana_pipe.train.training.step import TrainStep
 
 COMPILED = {"compile": "block"}
 

@@ -1,7 +1,7 @@
 """The form of every section of the configuration: strict, typed, each option documented at its field.
 
 A section stands in the `config.py` of the room that owns it, a light module, so that `--help` stays fast;
-`pipeline.config` composes them. Here is what several rooms share: types of values, `Weights`, `setting`.
+`sana_pipe.config` composes them. Here is what several rooms share: types of values, `Weights`, `setting`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from pipeline.base.errors import alternatives, expanded
-from pipeline.base.yaml_text import on_one_line
+from sana_pipe.base.errors import alternatives, expanded
+from sana_pipe.base.yaml_text import on_one_line
 
 Location = Annotated[str, AfterValidator(expanded)]
 """A path or a URL. `~` and `$NAME` are replaced here: no shell does it in a file, or behind `--set cache=`."""

@@ -19,8 +19,8 @@ from typing import BinaryIO
 import pyarrow as pa
 import xxhash
 
-from pipeline.base import process_identity
-from pipeline.base.errors import NO_SPACE, CacheError, IntegrityError, NoSpaceError, machine_errno, machine_error
+from sana_pipe.base import process_identity
+from sana_pipe.base.errors import NO_SPACE, CacheError, IntegrityError, NoSpaceError, machine_errno, machine_error
 
 STALE_TMP_S = 48 * 3600
 """Age after which a file in `tmp/` belongs to no living writer on another machine."""

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.urls import strip_credentials
+from sana_pipe.base.urls import strip_credentials
 
 
 def escaped(text: str, keep: str = "") -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipeline.base.errors import UserError
+from sana_pipe.base.errors import UserError
 
 GIB = 2**30
 _SIZE = re.compile(r"\W(\d{1,3}) ?gi?b$")

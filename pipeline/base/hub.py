@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.config import Weights, setting
-from pipeline.base.errors import UserError, machine_error, not_permitted
+from sana_pipe.base.config import Weights, setting
+from sana_pipe.base.errors import UserError, machine_error, not_permitted
 
 STEMS = ("diffusion_pytorch_model", "model")
 """File stems under which diffusers and transformers save weights."""

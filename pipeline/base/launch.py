@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.base.errors import UserError
+from sana_pipe.base.errors import UserError
 
 if TYPE_CHECKING:
     import torch

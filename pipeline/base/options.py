@@ -1,7 +1,7 @@
 """Option trees: the fields of sections and the values of a mapping, both by dotted name (`train.optim.lr`).
 
 A section is a pydantic model; its fields are options, or sections of their own. A tree is what YAML holds: mappings of
-values by option. `pipeline.config` has the sections and reads the trees.
+values by option. `sana_pipe.config` has the sections and reads the trees.
 """
 
 from __future__ import annotations

@@ -25,11 +25,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-from pipeline.base.errors import escaped
-from pipeline.base.urls import strip_credentials
+from sana_pipe.base.errors import escaped
+from sana_pipe.base.urls import strip_credentials
 
-_ROOT = Path(__file__).resolve().parents[2]
-_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from pipeline.cli import console; console()"
+_START = "from sana_pipe.cli import console; console()"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -42,8 +41,8 @@ OUTPUT_LOST = 74
 
 
 def command(*arguments: str) -> list[str]:
-    """The argument vector that runs `sana-pipe ARGUMENTS` with this interpreter and this package."""
-    return [sys.executable, "-c", _START, str(_ROOT), *arguments]
+    """The argument vector that runs `sana-pipe ARGUMENTS` with this interpreter."""
+    return [sys.executable, "-c", _START, *arguments]
 
 
 def shown(*arguments: str) -> str:

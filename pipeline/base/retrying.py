@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from pipeline.base import counters
-from pipeline.base.errors import NO_SPACE, AwayError
+from sana_pipe.base import counters
+from sana_pipe.base.errors import NO_SPACE, AwayError
 
 PATIENCE_S = 300.0
 FIRST_S = 5.0

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.base.errors import ConfigError
+from sana_pipe.base.errors import ConfigError
 
 NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """The errors that PyYAML raises, also for numbers with too many digits, a thirteenth month and lists nested too

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.config import Config
-from pipeline.data.cache.cache import CacheLocation
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import CacheLocation
 
 
 def cache_location(config: Config) -> CacheLocation:

@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.disk import file_digest
-from pipeline.base.errors import UserError
-from pipeline.base.options import flat
-from pipeline.config import Config
-from pipeline.tools.locations import cache_location
+from sana_pipe.base.disk import file_digest
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.options import flat
+from sana_pipe.config import Config
+from sana_pipe.tools.locations import cache_location
 
 _READ = ("id", "start", "image_root", "caches", "cache")
 """The last parts of the options that name a file or a folder to read."""

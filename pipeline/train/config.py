@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from pipeline.base.config import AUTO, LocalPath, Microbatch, NotNegative, Positive, Section, Share, Steps
-from pipeline.base.metrics.config import Tracker
-from pipeline.train.models.config import AdapterConfig, ControlNetConfig, FlowConfig
-from pipeline.train.parallel.config import ParallelConfig
-from pipeline.train.training.config import (
+from sana_pipe.base.config import AUTO, LocalPath, Microbatch, NotNegative, Positive, Section, Share, Steps
+from sana_pipe.base.metrics.config import Tracker
+from sana_pipe.train.models.config import AdapterConfig, ControlNetConfig, FlowConfig
+from sana_pipe.train.parallel.config import ParallelConfig
+from sana_pipe.train.training.config import (
     EmaConfig,
     MaskConfig,
     OptimConfig,
@@ -23,7 +23,7 @@ from pipeline.train.training.config import (
     PreserveConfig,
     ValidationConfig,
 )
-from pipeline.train.training.optimizer_records import OPTIMIZERS
+from sana_pipe.train.training.optimizer_records import OPTIMIZERS
 
 
 def _check_recompute(mode: str) -> str:

@@ -21,6 +21,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from tests.support.package_links import link
+
 ROOT = Path(__file__).resolve().parents[2]
 STUBS = Path(__file__).parent / "stubs"
 TOOLS = ("gcc", "nm", "readelf")
@@ -62,7 +64,7 @@ class Installation:
         """What makes a Python process use the pretended card."""
         return {
             "LD_LIBRARY_PATH": str(self.libraries),
-            "PYTHONPATH": os.pathsep.join(map(str, (STUBS.parent / "site", ROOT, self.wheel))),
+            "PYTHONPATH": os.pathsep.join(map(str, (STUBS.parent / "site", link(), ROOT, self.wheel))),
             "TRITON_CACHE_DIR": str(self.caches / "triton"),
             "TORCHINDUCTOR_CACHE_DIR": str(self.caches / "inductor"),
             "OMP_NUM_THREADS": "1",

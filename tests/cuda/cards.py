@@ -28,11 +28,11 @@ from typing import NamedTuple
 
 from tests.cuda.building import ROOT, Installation, set_up
 
-CONSOLE = "import sys; from pipeline.cli import console; console()"
+CONSOLE = "import sys; from sana_pipe.cli import console; console()"
 
 EACH = """
 import json, sys
-from pipeline.cli import main
+from sana_pipe.cli import main
 from tests.cuda.cards import mark
 codes = {}
 for name, words in json.loads(sys.argv[1]).items():
@@ -195,5 +195,5 @@ def one_after_the_other(commands: Mapping[str, list[str]], **settings: object) -
 
 def torchrun(processes: int, *arguments: object, cards: int | None = None, **settings: object) -> Done:
     """Run a command of the product in a launch, a card for each process."""
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, "-m", "pipeline.cli")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, "-m", "sana_pipe.cli")
     return python(*launch, *arguments, cards=cards or processes, **settings)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import Config, dump
+from sana_pipe.config import Config, dump
 
 
 @pytest.fixture

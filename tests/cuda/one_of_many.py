@@ -23,15 +23,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.gpu import steps
 from benchmarks.gpu.sizes import Sizes
-from pipeline.base.gpus import GIB, card
-from pipeline.config import load
-from pipeline.data.loader.loader import Batch
-from pipeline.tools.planning.predict import Data, Machine, architecture, predict
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.adapters import adapter_of
-from pipeline.train.models.spec import ModelSpec
-from pipeline.train.parallel.mesh import DIMS, check_sizes
-from pipeline.train.training.assemble import Trainable, assemble, objective_of
+from sana_pipe.base.gpus import GIB, card
+from sana_pipe.config import load
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.tools.planning.predict import Data, Machine, architecture, predict
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.adapters import adapter_of
+from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.parallel.mesh import DIMS, check_sizes
+from sana_pipe.train.training.assemble import Trainable, assemble, objective_of
 
 CUDA = torch.device("cuda", 0)
 ROWS = 300

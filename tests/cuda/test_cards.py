@@ -29,7 +29,7 @@ ALL = {
 
 USE = """
 import json, torch
-from pipeline.base.gpus import of_device
+from sana_pipe.base.gpus import of_device
 from tests.cuda import cards
 free, total = torch.cuda.mem_get_info()
 cards.mark("transfers")

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import pytest
 
-import stages.bucket
-import stages.encode
-from pipeline.config import Config, dump
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+from sana_pipe.config import Config, dump
 from tests.cuda import cards
 from tests.cuda.cards import Log
 
@@ -25,8 +25,8 @@ RANKS, STEPS = 4, 5
 
 EACH = """
 import json, os, sys
-from pipeline.cli import main
-from pipeline.train.training.step import TrainStep
+from sana_pipe.cli import main
+from sana_pipe.train.training.step import TrainStep
 from tests.cuda.cards import mark
 
 call = TrainStep.__call__
@@ -92,8 +92,8 @@ def cache_with_controls(
     folder = tmp_path_factory.mktemp("controls")
     shutil.copytree(small_cache, folder / "cache")
     config = make_config(folder, "data.pictures.control.made=canny")
-    stages.encode.run(config, str(photos))
-    stages.bucket.run(config)
+    sana_pipe.stages.encode.run(config, str(photos))
+    sana_pipe.stages.bucket.run(config)
     return folder / "cache"
 
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.loader import build
-from pipeline.base.gpus import GIB
-from pipeline.base.launch import prefer_expandable_segments
+from sana_pipe.base.gpus import GIB
+from sana_pipe.base.launch import prefer_expandable_segments
 from tests.cuda.building import ROOT
 from tests.cuda.cards import python
 
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.cuda
 
 TRAIN = """
 import os
-from pipeline.train.training.checkpoint import Saver
+from sana_pipe.train.training.checkpoint import Saver
 Saver.save = lambda *given, **named: os._exit(0)
-from pipeline.cli import console
+from sana_pipe.cli import console
 console()
 """
 """A command that ends at its first checkpoint, which would have up to 18 GiB."""

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.cuda
 
 EACH = """
 import dataclasses, importlib, json, os, sys, traceback
-from pipeline.base.launch import prefer_expandable_segments
+from sana_pipe.base.launch import prefer_expandable_segments
 prefer_expandable_segments()
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 import torch

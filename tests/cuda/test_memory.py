@@ -32,12 +32,12 @@ SMALL = 0.06
 
 MEASURE = """
 import dataclasses, json, sys
-from pipeline.base.launch import prefer_expandable_segments
+from sana_pipe.base.launch import prefer_expandable_segments
 prefer_expandable_segments()
 from benchmarks.gpu import steps
 from benchmarks.gpu.rows import chosen
 from benchmarks.gpu.sizes import Sizes
-from pipeline.train.parallel import data_parallel
+from sana_pipe.train.parallel import data_parallel
 if sys.argv[2:] == ["copied"]:
     data_parallel.is_reduced_in_place = lambda train, shards: False
 (row,) = chosen(sys.argv[1:2])

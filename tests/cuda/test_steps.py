@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.train.training import checkpoint
+from sana_pipe.train.training import checkpoint
 from tests.cuda.cards import Log, one_after_the_other
 
 pytestmark = pytest.mark.cuda

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-import stages.bucket
-import stages.encode
-import stages.gc
-import stages.status
-import stages.verify
-from pipeline.config import Config
-from pipeline.data.cache import audit, index, layout
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.findings import Finding
-from pipeline.data.encoders import vae as encoders
-from pipeline.data.encoders.text import TextEncoder
-from pipeline.data.loader.loader import Loader
-from pipeline.data.work.stop import Stopped
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.gc
+import sana_pipe.stages.status
+import sana_pipe.stages.verify
+from sana_pipe.config import Config
+from sana_pipe.data.cache import audit, index, layout
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.findings import Finding
+from sana_pipe.data.encoders import vae as encoders
+from sana_pipe.data.encoders.text import TextEncoder
+from sana_pipe.data.loader.loader import Loader
+from sana_pipe.data.work.stop import Stopped
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.damage import flip
 from tests.support.loading import loader_settings
@@ -50,7 +50,7 @@ def a_record(cache: Cache, kind: str, number: int = 1) -> tuple[Path, dict]:
 
 
 def test_a_good_cache_is_right(filled: tuple[Config, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert stages.verify.run(filled[0], as_json=True) == 0
+    assert sana_pipe.stages.verify.run(filled[0], as_json=True) == 0
     result = last_json(capsys)
     assert result["ok"]
     assert result["files"] > 20
@@ -65,7 +65,7 @@ def test_one_flipped_byte_is_named_and_exactly_it_is_restored(
     path, row = a_record(cache, kind)
     whole = path.read_bytes()
     flip(path, row["offset"] + 5)
-    assert stages.verify.run(config, as_json=True) == 4
+    assert sana_pipe.stages.verify.run(config, as_json=True) == 4
     [finding] = last_json(capsys)["findings"]
     assert finding["records"] == [row["key"].hex()]
     assert finding["path"] == path.relative_to(cache.root).as_posix()
@@ -73,18 +73,18 @@ def test_one_flipped_byte_is_named_and_exactly_it_is_restored(
     for cls in (encoders.LatentEncoder, TextEncoder):
         real = cls.encode
         monkeypatch.setattr(cls, "encode", lambda self, batch, real=real: seen.append(len(batch)) or real(self, batch))
-    assert stages.verify.run(config, repair=True) == 0
+    assert sana_pipe.stages.verify.run(config, repair=True) == 0
     assert "restored" in capsys.readouterr().out
     assert len(seen) == 1, "only the damaged record's batch is encoded again"
     assert path.read_bytes() == whole
-    assert stages.verify.run(config) == 0
+    assert sana_pipe.stages.verify.run(config) == 0
 
 
 @pytest.mark.parametrize("mode", ["auto", "exact"])
 def test_a_caption_is_made_again_in_the_mode_that_made_it(
     mode: str, make_config: MakeConfig, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages.encode.run(make_config(tmp_path, f"text.mode={mode}"), data=str(photos))
+    sana_pipe.stages.encode.run(make_config(tmp_path, f"text.mode={mode}"), data=str(photos))
     other = make_config(tmp_path, f"text.mode={'exact' if mode == 'auto' else 'auto'}")
     path, row = a_record(Cache(other.cache), "text")
     whole = path.read_bytes()
@@ -92,7 +92,7 @@ def test_a_caption_is_made_again_in_the_mode_that_made_it(
     modes = []
     real = TextEncoder.encode
     monkeypatch.setattr(TextEncoder, "encode", lambda self, some: (modes.append(self.mode), real(self, some))[1])
-    assert stages.verify.run(other, repair=True) == 0
+    assert sana_pipe.stages.verify.run(other, repair=True) == 0
     assert modes == [mode]
     assert path.read_bytes() == whole
 
@@ -100,14 +100,14 @@ def test_a_caption_is_made_again_in_the_mode_that_made_it(
 def test_where_the_bytes_differ_the_new_plan_names_the_mode_that_made_it(
     make_config: MakeConfig, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages.encode.run(make_config(tmp_path, "text.mode=exact"), data=str(photos))
+    sana_pipe.stages.encode.run(make_config(tmp_path, "text.mode=exact"), data=str(photos))
     config = make_config(tmp_path)
     cache = Cache(config.cache)
     path, row = a_record(cache, "text")
     flip(path, row["offset"] + 5)
     real = TextEncoder.encode
     monkeypatch.setattr(TextEncoder, "encode", lambda self, some: [rows ^ np.uint16(1) for rows in real(self, some)])
-    assert stages.verify.run(config, repair=True) == 0
+    assert sana_pipe.stages.verify.run(config, repair=True) == 0
     encoding = cache.encodings("text")[0].name
     [commit] = index.commits(cache.files, encoding, 1)
     assert commit.provenance["text_mode"] == "exact"
@@ -119,13 +119,13 @@ def test_a_lost_shard_and_a_lost_table_are_made_again(filled: tuple[Config, Path
     path, _ = a_record(cache, "latent")
     whole = path.read_bytes()
     path.unlink()
-    assert stages.verify.run(config) == 4
-    assert stages.verify.run(config, repair=True) == 0
+    assert sana_pipe.stages.verify.run(config) == 4
+    assert sana_pipe.stages.verify.run(config, repair=True) == 0
     assert path.read_bytes() == whole
     segment = cache.files.document(layout.Paths.segment(cache.encodings("latent")[0].name, 0))
     flip(cache.files.path(layout.Paths.table(segment["table"], "arrow")), 100)
-    assert stages.verify.run(config) == 4
-    assert stages.verify.run(config, repair=True) == 0
+    assert sana_pipe.stages.verify.run(config) == 4
+    assert sana_pipe.stages.verify.run(config, repair=True) == 0
 
 
 def test_other_bytes_go_into_a_new_plan(
@@ -141,12 +141,12 @@ def test_other_bytes_go_into_a_new_plan(
         encoders.LatentEncoder, "encode", lambda self, images: real(self, images) ^ np.uint16(1)
     )  # the last bit: what another GPU may do
     for repair in (True, False, True):  # the newest snapshot refers to the damaged record until there is another
-        assert stages.verify.run(config, repair=repair, as_json=True) == 4
+        assert sana_pipe.stages.verify.run(config, repair=repair, as_json=True) == 4
         finding = last_json(capsys)["findings"][-1]
         assert finding["path"].startswith("snapshots/")
         assert finding["fix"].startswith("sana-pipe bucket --set ") and "--name" not in finding["fix"]
-    stages.bucket.run(config)
-    assert stages.verify.run(config) == 0
+    sana_pipe.stages.bucket.run(config)
+    assert sana_pipe.stages.verify.run(config) == 0
     loader = Loader(
         Cache(config.cache).open_snapshot(),
         loader_settings(stop_step=6),
@@ -157,23 +157,23 @@ def test_other_bytes_go_into_a_new_plan(
 def test_a_repair_without_its_source_says_where_to_put_it(
     filled: tuple[Config, Path], tmp_path: Path, make_config: MakeConfig
 ) -> None:
-    from pipeline.base.errors import UserError
+    from sana_pipe.base.errors import UserError
     from tests.support.messages import naming
 
     config, photos = filled
     own = tmp_path / "own" / "photos"
     shutil.copytree(photos, own)
     config = make_config(tmp_path / "own")
-    stages.encode.run(config, data=str(own))
+    sana_pipe.stages.encode.run(config, data=str(own))
     path, row = a_record(Cache(config.cache), "latent")
     flip(path, row["offset"])
     moved = Path(shutil.move(own, tmp_path / "moved"))
     with pytest.raises(UserError, match="--data photos=DIR"):
-        stages.verify.run(config, repair=True)
+        sana_pipe.stages.verify.run(config, repair=True)
     for wrong in ("photos=", "photos"):
         with pytest.raises(UserError, match=naming(wrong)):
-            stages.verify.run(config, repair=True, data=(wrong,))
-    assert stages.verify.run(config, repair=True, data=(f"photos={moved}",)) == 0
+            sana_pipe.stages.verify.run(config, repair=True, data=(wrong,))
+    assert sana_pipe.stages.verify.run(config, repair=True, data=(f"photos={moved}",)) == 0
 
 
 def test_a_finding_is_said_when_it_is_found(
@@ -190,7 +190,7 @@ def test_a_finding_is_said_when_it_is_found(
 
     monkeypatch.setattr(audit, "verify_contents", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        stages.verify.run(config)
+        sana_pipe.stages.verify.run(config)
     said = capsys.readouterr().out
     assert path.name in said and row["key"].hex() in said
 
@@ -222,18 +222,18 @@ def test_status_counts_what_is_missing(
 ) -> None:
     set_constants(monkeypatch, unit_sizes(2, 3))
     config, photos = filled
-    assert stages.status.run(config, as_json=True) == 0
+    assert sana_pipe.stages.status.run(config, as_json=True) == 0
     whole = last_json(capsys)
     assert whole["complete"]
     assert sum(s["records"] for s in whole["stores"].values()) == 25
     part = make_config(tmp_path / "part")
-    stages.encode.run(part, data=str(photos))
+    sana_pipe.stages.encode.run(part, data=str(photos))
     for folder in ("segments/*", "units/*/*"):  # as if the plans were not finished, and one unit of each not done
         for path in [sorted(p.rglob("*.json"))[0] for p in Path(part.cache).glob(folder)]:
             path.unlink()
             (Path(part.cache) / "copies" / path.relative_to(part.cache)).unlink()
     capsys.readouterr()
-    assert stages.status.run(part, as_json=True) == 1
+    assert sana_pipe.stages.status.run(part, as_json=True) == 1
     result = last_json(capsys)
     missing = sum(s["records_missing"] for s in result["stores"].values())
     made = sum(s["records"] for s in result["stores"].values())
@@ -246,22 +246,22 @@ def test_gc_removes_only_what_nothing_needs(
 ) -> None:
     config, _ = filled
     root = Path(config.cache)
-    stages.encode.run(config, data=str(photos))
-    stages.gc.run(config, older_than_hours=0, as_json=True)
+    sana_pipe.stages.encode.run(config, data=str(photos))
+    sana_pipe.stages.gc.run(config, older_than_hours=0, as_json=True)
     before = last_json(capsys)
     assert {entry["why"] for entry in before["files"]} == {"merged into the segment of its plan"}
     orphan = next(root.glob("shards/latent-*/*/*.tar")).with_name("0" * 32 + ".tar")
     orphan.write_bytes(b"never committed")
     (root / "tmp").mkdir(exist_ok=True)
     (root / "tmp" / "dead").write_bytes(b"x")
-    stages.gc.run(config, yes=True, as_json=True)
+    sana_pipe.stages.gc.run(config, yes=True, as_json=True)
     assert last_json(capsys)["files"] == [], "young files are spared"
-    stages.gc.run(config, yes=True, older_than_hours=0)
+    sana_pipe.stages.gc.run(config, yes=True, older_than_hours=0)
     assert not orphan.exists()
     assert not (root / "tmp" / "dead").exists()
-    assert stages.verify.run(config) == 0
-    assert stages.encode.run(config, data=str(photos))["images"] == 0
-    stages.bucket.run(config)
+    assert sana_pipe.stages.verify.run(config) == 0
+    assert sana_pipe.stages.encode.run(config, data=str(photos))["images"] == 0
+    sana_pipe.stages.bucket.run(config)
 
 
 def test_every_file_that_is_lost_is_named(
@@ -278,12 +278,12 @@ def test_every_file_that_is_lost_is_named(
     for name in names:
         data = (root / name).read_bytes()
         (root / name).unlink()
-        if stages.verify.run(config) == 0:
+        if sana_pipe.stages.verify.run(config) == 0:
             silent.append(name)
         (root / name).write_bytes(data)
     capsys.readouterr()
     assert not silent
-    assert stages.verify.run(config) == 0
+    assert sana_pipe.stages.verify.run(config) == 0
 
 
 def test_a_table_and_its_shard_that_are_both_damaged_do_not_end_the_audit(filled: tuple[Config, Path]) -> None:
@@ -298,8 +298,8 @@ def test_a_table_and_its_shard_that_are_both_damaged_do_not_end_the_audit(filled
     unlisted = result[path.relative_to(cache.root).as_posix()]
     assert (unlisted.unit, unlisted.records) == (commit.unit, ())
     assert result[text.relative_to(cache.root).as_posix()].records == (other["key"].hex(),)
-    assert stages.verify.run(filled[0], repair=True) == 0
-    assert stages.verify.run(filled[0]) == 0
+    assert sana_pipe.stages.verify.run(filled[0], repair=True) == 0
+    assert sana_pipe.stages.verify.run(filled[0]) == 0
 
 
 def test_a_cache_that_was_only_scanned_is_not_complete(
@@ -310,19 +310,19 @@ def test_a_cache_that_was_only_scanned_is_not_complete(
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stages.encode.planning, "plan_captions", killed)
+    monkeypatch.setattr(sana_pipe.stages.encode.planning, "plan_captions", killed)
     with pytest.raises(KeyboardInterrupt):
-        stages.encode.run(config, data=str(photos))
-    assert stages.status.run(config) == 1
+        sana_pipe.stages.encode.run(config, data=str(photos))
+    assert sana_pipe.stages.status.run(config) == 1
     monkeypatch.undo()
-    stages.encode.run(config, data=str(photos))
-    assert stages.status.run(config) == 0
+    sana_pipe.stages.encode.run(config, data=str(photos))
+    assert sana_pipe.stages.status.run(config) == 0
 
 
 def test_a_signal_in_the_last_unit_leaves_a_complete_cache(
     make_config: MakeConfig, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = stages.encode.make_units, []
+    real, calls = sana_pipe.stages.encode.make_units, []
 
     def make(*arguments: Any) -> Any:
         made = real(*arguments)
@@ -331,11 +331,11 @@ def test_a_signal_in_the_last_unit_leaves_a_complete_cache(
             raise Stopped
         return made
 
-    monkeypatch.setattr(stages.encode, "make_units", make)
+    monkeypatch.setattr(sana_pipe.stages.encode, "make_units", make)
     config = make_config(tmp_path)
     with suppress(Stopped):
-        stages.encode.run(config, data=str(photos), task_index=0, task_count=2)
-    assert len(calls) == 2 and stages.status.run(config) == 0
+        sana_pipe.stages.encode.run(config, data=str(photos), task_index=0, task_count=2)
+    assert len(calls) == 2 and sana_pipe.stages.status.run(config) == 0
 
 
 def test_gc_spares_what_was_trained_on(filled: tuple[Config, Path], tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_gc_spares_what_was_trained_on(filled: tuple[Config, Path], tmp_path: Pa
     cache.keep(trained)
     cache.keep(trained)
     other = config.model_copy(update={"bucket": config.bucket.model_copy(update={"batch": 6})})
-    assert stages.bucket.run(other) != trained
-    stages.gc.run(config, yes=True, older_than_hours=0)
+    assert sana_pipe.stages.bucket.run(other) != trained
+    sana_pipe.stages.gc.run(config, yes=True, older_than_hours=0)
     assert cache.open_snapshot(trained).id == trained
     assert list(audit.verify(cache)) == []

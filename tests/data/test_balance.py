@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import stages.bucket
-import stages.encode
-import stages.pack
-import stages.report
-from pipeline.base.errors import IntegrityError
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.loader.planner import Planner
-from pipeline.data.snapshots import balance
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.pack
+import sana_pipe.stages.report
+from sana_pipe.base.errors import IntegrityError
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.loader.planner import Planner
+from sana_pipe.data.snapshots import balance
 from tests.support.constants import set_constants
 from tests.support.reports import collect
 
@@ -54,7 +54,10 @@ def source(made_once: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def cache(source: Path, make_config: MakeConfig, made_once: Callable[..., Path]) -> Path:
-    return made_once("balanced", lambda folder: stages.encode.run(make_config(folder), data=str(source))) / "cache"
+    return (
+        made_once("balanced", lambda folder: sana_pipe.stages.encode.run(make_config(folder), data=str(source)))
+        / "cache"
+    )
 
 
 @pytest.fixture
@@ -64,7 +67,7 @@ def bucket(cache: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.
     def run(*options: str) -> tuple[Snapshot, dict[str, Any]]:
         of = make_config(tmp_path, "bucket.batch=5", *options)
         capsys.readouterr()
-        made = stages.bucket.run(of, as_json=True)
+        made = sana_pipe.stages.bucket.run(of, as_json=True)
         return Cache(of.cache).open_snapshot(made), json.loads(capsys.readouterr().out)
 
     return run
@@ -73,7 +76,7 @@ def bucket(cache: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two clusters."""
-    set_constants(monkeypatch, {"pipeline.data.snapshots.balance.CLUSTERS": 2})
+    set_constants(monkeypatch, {"sana_pipe.data.snapshots.balance.CLUSTERS": 2})
 
 
 def visits(snapshot: Snapshot, steps: int) -> Counter[str]:
@@ -108,13 +111,13 @@ def test_a_snapshot_is_the_same_again_and_packed(bucket: Made, make_config: Make
     assert bucket("bucket.balance=0.5", "bucket.heldout=0.2")[0].id == first.id
     part = Cache(tmp_path / "cache").open_snapshot("latest.heldout")
     assert all(one.parts is None for one in part.buckets), "validation is not weighted"
-    name = stages.pack.run(make_config(tmp_path), first.id, "packed")
+    name = sana_pipe.stages.pack.run(make_config(tmp_path), first.id, "packed")
     packed = Cache(tmp_path / "cache").open_snapshot(name)
     assert [one.parts for one in packed.buckets] == [one.parts for one in first.buckets]
 
 
 def test_clusters_do_not_depend_on_the_order_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_constants(monkeypatch, {"pipeline.data.snapshots.balance.CLUSTERS": 3})
+    set_constants(monkeypatch, {"sana_pipe.data.snapshots.balance.CLUSTERS": 3})
     rng = np.random.default_rng(1)
     pooled = np.concatenate([rng.normal(middle, 1, (300, 8)) for middle in (0, 9, 30)])
     ids = rng.permutation(len(pooled)).astype(np.uint64)
@@ -136,7 +139,7 @@ def test_weights_are_bounded() -> None:
 
 def test_a_damaged_latent_ends_bucket(cache: Path, make_config: MakeConfig, tmp_path: Path, source: Path) -> None:
     of = make_config(tmp_path, "bucket.balance=0.5")
-    stages.encode.run(of, data=str(source))
+    sana_pipe.stages.encode.run(of, data=str(source))
     path = next((tmp_path / "cache").glob("shards/latent-*/*/*.tar"))
     index = Cache(of.cache).index(Cache(of.cache).encodings("latent")[0].name)
     offset = next(
@@ -148,7 +151,7 @@ def test_a_damaged_latent_ends_bucket(cache: Path, make_config: MakeConfig, tmp_
     data[offset] ^= 1
     path.write_bytes(data)
     with pytest.raises(IntegrityError, match="wrong checksum"):
-        stages.bucket.run(of)
+        sana_pipe.stages.bucket.run(of)
 
 
 def test_the_report_shows_what_is_visited_how_often(
@@ -161,5 +164,5 @@ def test_the_report_shows_what_is_visited_how_often(
     assert [many["visits"], few["visits"]] == [each["visits"] for each in report["balance"]]
     assert few["share_of_visits"] == pytest.approx(report["balance"][1]["share_of_visits"])
     assert all(example["item"].startswith("drawing") for example in few["examples"]) and len(many["examples"]) == 8
-    stages.report.run(of, tmp_path / "page.html")
+    sana_pipe.stages.report.run(of, tmp_path / "page.html")
     assert "visits an epoch: 5 samples" in (tmp_path / "page.html").read_text()

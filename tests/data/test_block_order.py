@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.loader import schedule as module
-from pipeline.data.loader.schedule import Blocks, Schedule
+from sana_pipe.data.loader import schedule as module
+from sana_pipe.data.loader.schedule import Blocks, Schedule
 from tests.support.parameters import first_quick
 from tests.support.schedules import cases, mixes, order_digest, walk
 

@@ -23,31 +23,31 @@ import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 
-import stages.bucket
-import stages.encode
-import stages.pack
-import stages.snapshots
-from pipeline.base.errors import CacheError, ConfigError, IntegrityError, UserError
-from pipeline.cli import cli
-from pipeline.config import Config
-from pipeline.data.cache import audit, compare, index, layout
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.garbage import unneeded
-from pipeline.data.cache.keys import as_keys, item_keys, key_bytes, sample_ids
-from pipeline.data.cache.shard import from_ipc, to_ipc
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_head import BucketPart
-from pipeline.data.cache.snapshot_lists import publish
-from pipeline.data.cache.status import status
-from pipeline.data.images import buckets
-from pipeline.data.loader.loader import Loader
-from pipeline.data.loader.planner import Planner
-from pipeline.data.loader.schedule import Schedule
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.snapshots import assemble, filters, frames, selection
-from pipeline.tools.locations import cache_location
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.pack
+import sana_pipe.stages.snapshots
+from sana_pipe.base.errors import CacheError, ConfigError, IntegrityError, UserError
+from sana_pipe.cli import cli
+from sana_pipe.config import Config
+from sana_pipe.data.cache import audit, compare, index, layout
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.garbage import unneeded
+from sana_pipe.data.cache.keys import as_keys, item_keys, key_bytes, sample_ids
+from sana_pipe.data.cache.shard import from_ipc, to_ipc
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_head import BucketPart
+from sana_pipe.data.cache.snapshot_lists import publish
+from sana_pipe.data.cache.status import status
+from sana_pipe.data.images import buckets
+from sana_pipe.data.loader.loader import Loader
+from sana_pipe.data.loader.planner import Planner
+from sana_pipe.data.loader.schedule import Schedule
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.snapshots import assemble, filters, frames, selection
+from sana_pipe.tools.locations import cache_location
 from tests.support import synthetic
 from tests.support.damage import flip
 from tests.support.loading import loader_settings
@@ -57,7 +57,7 @@ from tests.support.synthetic import Picture, add, config, pictures, with_another
 
 
 def made(of: Config, name: str | None = None) -> Snapshot:
-    snapshot_id = stages.bucket.run(of, name=name)
+    snapshot_id = sana_pipe.stages.bucket.run(of, name=name)
     return Cache(of.cache).open_snapshot(snapshot_id)
 
 
@@ -67,7 +67,7 @@ def items(snapshot: Snapshot) -> set[str]:
 
 def report(of: Config, capsys: pytest.CaptureFixture[str], **options: Any) -> dict[str, Any]:
     capsys.readouterr()
-    stages.bucket.run(of, as_json=True, **options)
+    sana_pipe.stages.bucket.run(of, as_json=True, **options)
     return json.loads(capsys.readouterr().out)
 
 
@@ -106,19 +106,19 @@ def test_snapshots_come_out_the_same(root: Path) -> None:
     one[5] = dataclasses.replace(one[5], reject="broken")
     add(config(root), "one", one, without=["00007.png"])
     add(config(root), "two", pictures(60, "two-"))
-    assert stages.bucket.run(config(root)) == "845c3baaff68cc36fffbf69aa0667b9e"
+    assert sana_pipe.stages.bucket.run(config(root)) == "845c3baaff68cc36fffbf69aa0667b9e"
     dropped = config(root, "bucket.remainder=drop", "bucket.batch=16")
-    assert stages.bucket.run(dropped, name="dropped") == "a527b2595c1f065e6b897af5f16b1bb4"
+    assert sana_pipe.stages.bucket.run(dropped, name="dropped") == "a527b2595c1f065e6b897af5f16b1bb4"
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
 def test_a_dry_run_ends_as_the_real_one_where_a_shard_is_lost(tmp_path: Path, where: str) -> None:
     of = with_another(tmp_path)
-    stages.bucket.run(of, dry_run=True)
+    sana_pipe.stages.bucket.run(of, dry_run=True)
     min((tmp_path / where).glob("shards/latent-*/*/*.tar")).unlink()
     for dry_run in (True, False):
         with pytest.raises(IntegrityError):
-            stages.bucket.run(of, dry_run=dry_run)
+            sana_pipe.stages.bucket.run(of, dry_run=dry_run)
 
 
 def test_every_sample_has_its_own_latent_and_captions(root: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_division_by_zero_is_a_missing_value(root: Path) -> None:
 
 def test_the_time_zone_of_the_machine_does_not_matter() -> None:
     code = (
-        "from pipeline.data.snapshots.filters import engine; "
+        "from sana_pipe.data.snapshots.filters import engine; "
         "print(engine().execute(\"SELECT hour('2024-01-01 00:30:00+00'::TIMESTAMPTZ)\").fetchone()[0])"
     )
     for zone in ("UTC", "America/New_York"):
@@ -353,7 +353,9 @@ def test_a_similar_column_is_spelled_as_a_condition_has_it() -> None:
 def test_a_wrong_filter_says_what_is_wrong(six: Path, expression: str, named: str) -> None:
     before, given = files(six), config(six)
     with pytest.raises(UserError) as caught:
-        stages.bucket.run(given.model_copy(update={"bucket": given.bucket.model_copy(update={"filter": expression})}))
+        sana_pipe.stages.bucket.run(
+            given.model_copy(update={"bucket": given.bucket.model_copy(update={"filter": expression})})
+        )
     assert named in str(caught.value)
     assert "bucket.filter" in str(caught.value)
     assert files(six) == before
@@ -380,7 +382,7 @@ def test_a_source_without_a_filters_column_is_named(root: Path, capsys: pytest.C
 def test_a_process_that_forks_after_a_filter_has_a_child_that_ends() -> None:
     code = (
         "import os, signal\n"
-        "from pipeline.data.snapshots.filters import Filter\n"
+        "from sana_pipe.data.snapshots.filters import Filter\n"
         "Filter('width > 1', 'bucket.filter')\n"
         "if not os.fork():\n    signal.alarm(20)\n    raise SystemExit\n"
         "raise SystemExit(os.WIFSIGNALED(os.wait()[1]))"
@@ -523,11 +525,11 @@ def test_the_held_out_part_is_stable_and_has_equal_pictures_on_one_side(
     assert (train.head.parent, away.head.parent) == (None, None), "the held-out part was the newest for a moment"
     old_train, old_away = items(train), items(away)
     add(of, "two", pictures(100, "two-"))
-    stages.bucket.run(of, name="more")
+    sana_pipe.stages.bucket.run(of, name="more")
     assert old_away <= items(cache.open_snapshot("more.heldout"))
     assert old_train <= items(cache.open_snapshot("more"))
     larger = config(root, "bucket.heldout=0.4")
-    stages.bucket.run(larger, name="larger")
+    sana_pipe.stages.bucket.run(larger, name="larger")
     assert items(cache.open_snapshot("more.heldout")) < items(cache.open_snapshot("larger.heldout"))
     assert cache.snapshot_of("latest") == cache.open_snapshot("larger").id, "a held-out part is nobody's newest"
 
@@ -542,7 +544,7 @@ def test_nothing_is_published_when_nothing_is_left(root: Path) -> None:
         ("bucket.filter='width < 0'", "bucket.dedup=image", "bucket.heldout=0.1", "bucket.subset=3"),
     ):
         with pytest.raises(UserError, match="nothing is left to train on"):
-            stages.bucket.run(config(root, *overrides))
+            sana_pipe.stages.bucket.run(config(root, *overrides))
         assert files(root) == before
 
 
@@ -588,11 +590,11 @@ def test_drop_says_what_becomes_of_the_rest(root: Path, capsys: pytest.CaptureFi
     [left] = summary["left_out"]
     assert left["samples"] == 4
     assert "bucket.remainder=carry" in left["reason"]
-    stages.bucket.run(config(root, "bucket.remainder=drop", "bucket.batch=5"))
+    sana_pipe.stages.bucket.run(config(root, "bucket.remainder=drop", "bucket.batch=5"))
     printed = capsys.readouterr().out
     assert "bucket.remainder=carry" in printed
     with pytest.raises(UserError) as caught:
-        stages.bucket.run(config(root, "bucket.remainder=drop", "bucket.batch=41"))
+        sana_pipe.stages.bucket.run(config(root, "bucket.remainder=drop", "bucket.batch=41"))
     assert "bucket.remainder=carry" in str(caught.value)
     notes = {(b["height"], b["width"]): b["note"] for b in summary["buckets"]}
     assert "left out" in notes[16, 32]
@@ -602,7 +604,7 @@ def test_drop_says_what_becomes_of_the_rest(root: Path, capsys: pytest.CaptureFi
 def test_a_snapshot_of_a_removed_option_is_refused_with_the_way_out(root: Path) -> None:
     of = config(root)
     cache = add(of, "one", pictures(40))
-    stages.bucket.run(of)
+    sana_pipe.stages.bucket.run(of)
     head = cache.open_snapshot().head
     options = {**(head.options or {}), "bucket": {"remainder": "repeat"}}
     policies = dataclasses.replace(head.policies, small="repeat")
@@ -642,7 +644,7 @@ def test_the_numbers_of_kohyas_folders_are_visits(root: Path, capsys: pytest.Cap
     assert "plain" in note and "bucket.sources.plain.repeats=true" in note, "numbers that do not count are said"
     [bucket] = Cache(of.cache).open_snapshot().head.buckets
     assert bucket.parts == (BucketPart(4, Fraction(10)), BucketPart(12, Fraction(1)))
-    stages.bucket.run(of)
+    sana_pipe.stages.bucket.run(of)
     assert "bucket.sources.kohya.repeats" in capsys.readouterr().out
     seen = Counter(i for batch in batches(of, (40 + 12) // 4) for i in batch)
     assert {seen[layout.sample_id("kohya", key)] for key in keys[:4]} == {10}
@@ -660,7 +662,7 @@ def test_sources_that_are_not_there_are_named(root: Path) -> None:
     of = config(root, "bucket.sources={onw: {weight: 2}}")
     add(of, "one", pictures(4))
     with pytest.raises(CacheError, match=naming("onw", "expected: one")):
-        stages.bucket.run(of)
+        sana_pipe.stages.bucket.run(of)
     with pytest.raises(ConfigError, match=naming("bucket.sources.one", "weight")):
         config(root, "bucket.sources={one: {weight: 0.1234}}")
 
@@ -675,7 +677,7 @@ def test_batches_from_a_token_budget(root: Path) -> None:
         (("bucket.tokens=17", "bucket.batch_multiple=2"), "expected: at least 18: 9 latent tokens each"),
     ):
         with pytest.raises(ConfigError, match=named):
-            stages.bucket.run(config(root, *overrides))
+            sana_pipe.stages.bucket.run(config(root, *overrides))
 
 
 @pytest.mark.parametrize("small", ["carry", "drop"])
@@ -766,9 +768,9 @@ def test_two_resolutions_of_a_picture_in_one_snapshot(root: Path, capsys: pytest
 def test_resolutions_that_cannot_be_together_are_refused(root: Path) -> None:
     add(config(root), "one", pictures(4))
     with pytest.raises(ConfigError, match=r"data\.buckets is a list"):
-        stages.bucket.run(config(root, "bucket.resolutions=[128, 256]"))
+        sana_pipe.stages.bucket.run(config(root, "bucket.resolutions=[128, 256]"))
     with pytest.raises(ConfigError, match=naming("bucket.resolutions", "128 and 128")):
-        stages.bucket.run(resolutions(root, "bucket.resolutions=[128, 256, 128]"))
+        sana_pipe.stages.bucket.run(resolutions(root, "bucket.resolutions=[128, 256, 128]"))
 
 
 def test_captions_are_chosen_anew_at_every_visit_by_weight(root: Path) -> None:
@@ -834,13 +836,13 @@ def test_a_name_that_is_none_makes_nothing(tmp_path: Path, name: str, options: l
 
 def test_adopting_twice_changes_nothing(tmp_path: Path) -> None:
     of = with_another(tmp_path)
-    here, first = Path(of.cache), stages.bucket.run(of)
+    here, first = Path(of.cache), sana_pipe.stages.bucket.run(of)
 
     def inodes() -> dict[Path, int]:  # files that are used again become younger, and stay what they are
         return {path: path.stat().st_ino for path in here.rglob("*") if path.is_file()}
 
     before = inodes()
-    assert stages.bucket.run(of) == first
+    assert sana_pipe.stages.bucket.run(of) == first
     assert inodes() == before
 
 
@@ -862,7 +864,7 @@ def test_a_fork_that_lacks_a_record_takes_it_from_the_other(tmp_path: Path) -> N
     for path in here.glob("shards/latent-*/*/*.tar"):
         path.unlink()
     with pytest.raises(UserError, match="nothing is left"):
-        stages.bucket.run(config(here))
+        sana_pipe.stages.bucket.run(config(here))
     assert len(made(config(here, f"bucket.caches=[{there}]"))) == 8
     shutil.rmtree(there)
     assert len(made(config(here))) == 8, "the adopted records are not this cache's own"
@@ -872,7 +874,7 @@ def test_a_fork_that_lacks_a_record_takes_it_from_the_other(tmp_path: Path) -> N
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.nightly)], ids=["some", "every"])
 def test_adopting_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Stopped before publications, the next run makes the same snapshot, and nothing half done is left."""
-    from pipeline.data.cache.folder_store import FolderStore
+    from sana_pipe.data.cache.folder_store import FolderStore
 
     there = tmp_path / "there"
     add(config(there), "two", pictures(120, "two-"))
@@ -893,7 +895,7 @@ def test_adopting_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytes
 
         monkeypatch.setattr(FolderStore, "create", publish)
         try:
-            stages.bucket.run(config(root, f"bucket.caches=[{there}]"))
+            sana_pipe.stages.bucket.run(config(root, f"bucket.caches=[{there}]"))
         except Killed:
             pass
         finally:
@@ -908,7 +910,7 @@ def test_adopting_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytes
     for at in range(0, writes, step):
         root = Path(shutil.copytree(tmp_path / "start", tmp_path / f"k{at}"))
         assert attempt(root, at) == at
-        assert stages.bucket.run(config(root, f"bucket.caches=[{there}]")) == expected
+        assert sana_pipe.stages.bucket.run(config(root, f"bucket.caches=[{there}]")) == expected
         assert list(audit.verify(Cache(root))) == []
         assert status(Cache(root))["complete"]
         shutil.rmtree(root)
@@ -922,11 +924,11 @@ def test_damage_in_another_cache_is_not_taken_over(tmp_path: Path) -> None:
     flip(path, 700)
     of = config(here, f"bucket.caches=[{there}]")
     with pytest.raises(IntegrityError, match=naming(path, f"expected: {path.stem}")):
-        stages.bucket.run(of)
+        sana_pipe.stages.bucket.run(of)
     assert Cache(here).snapshot_of("latest") is None
     path.unlink()
     with pytest.raises(IntegrityError, match=naming(path)):
-        stages.bucket.run(of)
+        sana_pipe.stages.bucket.run(of)
 
 
 def test_without_links_shards_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -941,7 +943,7 @@ def test_without_links_shards_are_copied(tmp_path: Path, monkeypatch: pytest.Mon
         real(source, target)
 
     monkeypatch.setattr(os, "link", link)
-    stages.bucket.run(config(here, f"bucket.caches=[{there}]"))
+    sana_pipe.stages.bucket.run(config(here, f"bucket.caches=[{there}]"))
     monkeypatch.undo()
     for path in there.glob("shards/*/*/*.tar"):
         copied = here / path.relative_to(there)
@@ -975,9 +977,9 @@ def test_caches_on_disks_and_in_object_stores_mix(
 def test_other_caches_are_waited_for_as_long_as_the_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of, patience, files_of = with_another(tmp_path), dict[str, float](), Files
     monkeypatch.setattr(
-        "pipeline.data.cache.cache.Files", lambda at, *rest: [patience.update({at: rest[1]}), files_of(at, *rest)][1]
+        "sana_pipe.data.cache.cache.Files", lambda at, *rest: [patience.update({at: rest[1]}), files_of(at, *rest)][1]
     )
-    stages.bucket.run(of.model_copy(update={"patience_s": 7.0}))
+    sana_pipe.stages.bucket.run(of.model_copy(update={"patience_s": 7.0}))
     assert patience == {of.cache: 7.0, of.bucket.caches[0]: 7.0}
 
 
@@ -986,15 +988,15 @@ def test_caches_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     add(config(here), "one", pictures(4))
     add(config(there), "one", pictures(5))
     with pytest.raises(CacheError, match=naming(here, there, "'one'", "--source-name")):
-        stages.bucket.run(config(here, f"bucket.caches=[{there}]"))
+        sana_pipe.stages.bucket.run(config(here, f"bucket.caches=[{there}]"))
     with pytest.raises(UserError, match=naming("bucket.caches", here)):
-        stages.bucket.run(config(here, f"bucket.caches=[{here}]"))
+        sana_pipe.stages.bucket.run(config(here, f"bucket.caches=[{here}]"))
     with pytest.raises(CacheError, match=naming(tmp_path / "absent", "sana-pipe encode")):
-        stages.bucket.run(config(here, f"bucket.caches=[{tmp_path / 'absent'}]"))
+        sana_pipe.stages.bucket.run(config(here, f"bucket.caches=[{tmp_path / 'absent'}]"))
     other = config(tmp_path / "third", "text.max_length=200")
     add(other, "three", pictures(4, "x"))
     with pytest.raises(CacheError, match=naming("'one'", "'three'", "max_length")):
-        stages.bucket.run(config(here, f"bucket.caches=[{other.cache}]"))
+        sana_pipe.stages.bucket.run(config(here, f"bucket.caches=[{other.cache}]"))
 
 
 @pytest.mark.parametrize(
@@ -1013,7 +1015,7 @@ def test_caches_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
 def test_a_setting_that_the_records_do_not_have_is_refused(root: Path, setting: str) -> None:
     add(config(root), "one", pictures(4))
     with pytest.raises(CacheError, match=naming(setting.partition("=")[0])):
-        stages.bucket.run(config(root, setting))
+        sana_pipe.stages.bucket.run(config(root, setting))
 
 
 # ---------------------------------------------------------------- dry run, snapshots
@@ -1032,7 +1034,7 @@ def test_a_dry_run_says_the_same_and_writes_nothing(root: Path, capsys: pytest.C
         assert (None in made) == (made == (None, None)) == (printed is dry or printed is dry["heldout"])
     assert dry == wet
     capsys.readouterr()
-    stages.bucket.run(of, dry_run=True)
+    sana_pipe.stages.bucket.run(of, dry_run=True)
     assert "dry run: no snapshot was made" in capsys.readouterr().out
 
 
@@ -1041,20 +1043,20 @@ def test_a_dry_run_ends_as_the_real_one_where_the_name_is_taken(root: Path, take
     of = config(root, "bucket.heldout=0.2")
     add(of, "one", pictures(40))
     for _ in range(2):  # the same snapshot again
-        stages.bucket.run(of, name="round1", dry_run=True)
-        stages.bucket.run(of, name="round1")
+        sana_pipe.stages.bucket.run(of, name="round1", dry_run=True)
+        sana_pipe.stages.bucket.run(of, name="round1")
     add(of, "one", pictures(50))
     cache = Cache(str(root))
     if taken != "round1":
-        cache.point("round1", stages.bucket.run(of, name="other"), move=True)
+        cache.point("round1", sana_pipe.stages.bucket.run(of, name="other"), move=True)
     before = files(root)
     with pytest.raises(UserError, match=naming(repr(taken), "--move")):
-        stages.bucket.run(of, name="round1", dry_run=True)
-    stages.bucket.run(of, name="round1", dry_run=True, move=True)
+        sana_pipe.stages.bucket.run(of, name="round1", dry_run=True)
+    sana_pipe.stages.bucket.run(of, name="round1", dry_run=True, move=True)
     assert files(root) == before
     with pytest.raises(UserError, match=naming(repr(taken), "--move")):
-        stages.bucket.run(of, name="round1")
-    stages.bucket.run(of, name="round1", move=True)
+        sana_pipe.stages.bucket.run(of, name="round1")
+    sana_pipe.stages.bucket.run(of, name="round1", move=True)
 
 
 def test_a_run_that_changes_nothing_says_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1064,10 +1066,10 @@ def test_a_run_that_changes_nothing_says_so(root: Path, capsys: pytest.CaptureFi
     again = report(of, capsys)
     assert again["unchanged"] and not again["heldout"]["unchanged"]
     assert not report(of, capsys, dry_run=True)["unchanged"]
-    stages.bucket.run(of)
+    sana_pipe.stages.bucket.run(of)
     assert "sana-pipe encode" in capsys.readouterr().out
     add(of, "one", pictures(41))
-    stages.bucket.run(of)
+    sana_pipe.stages.bucket.run(of)
     assert "sana-pipe encode" not in capsys.readouterr().out
 
 
@@ -1087,7 +1089,7 @@ def test_rejects_are_counted_by_kind_with_a_few_examples(root: Path, capsys: pyt
     assert left["examples"] == [p.item for p in one if p.reject][:5]
     assert summary["reports"] == [str(root / "reports/rejects-one.csv")]
     assert Cache(root).open_snapshot().head.left_out == {reason: 30}
-    stages.bucket.run(of)
+    sana_pipe.stages.bucket.run(of)
     said = capsys.readouterr().out
     assert "30  rejected by the scan: has no caption: no *.txt" in said
     assert "00009.png, ..." in said and "00011.png" not in said
@@ -1120,7 +1122,7 @@ def test_snapshots_are_listed_and_compared(root: Path) -> None:
     of = config(root)
     one = pictures(20)
     add(of, "one", one)
-    first = stages.bucket.run(of, name="first")
+    first = sana_pipe.stages.bucket.run(of, name="first")
     changed = [dataclasses.replace(p) for p in one[1:]]
     changed[0] = dataclasses.replace(one[1], content="other")  # picture and caption
     changed[1] = dataclasses.replace(one[2], captions=(("said otherwise", 1.0),))
@@ -1128,7 +1130,7 @@ def test_snapshots_are_listed_and_compared(root: Path) -> None:
     changed[3] = dataclasses.replace(one[14], item=one[4].item, captions=one[4].texts)
     changed[4] = dataclasses.replace(one[5], captions=((one[5].texts[0][0], 2.0),))  # a weight alone
     add(of, "one", [*changed, Picture("new.png", "new")])
-    second = stages.bucket.run(of, name="second")
+    second = sana_pipe.stages.bucket.run(of, name="second")
     run, options = CliRunner(), config_file(of)
     summary = json.loads(run.invoke(cli, ["snapshots", "--json", *options]).output)
     assert [(e["id"], e["names"], e["samples"]) for e in summary["snapshots"]] == [
@@ -1155,12 +1157,12 @@ def test_snapshots_are_listed_and_compared(root: Path) -> None:
     same = run.invoke(cli, ["snapshots", "diff", "second", second[:9], *options], standalone_mode=False)
     assert (same.return_value, same.output) == (0, "0 added\n0 removed\n0 changed\n")
     with pytest.raises(CacheError, match="'third'"):
-        stages.snapshots.diff(of, "first", "third")
+        sana_pipe.stages.snapshots.diff(of, "first", "third")
     with pytest.raises(UserError, match=naming("'latest'", second, "--move")):
-        stages.snapshots.name(of, "first", "latest")
+        sana_pipe.stages.snapshots.name(of, "first", "latest")
     assert Cache(of.cache).snapshot_of("latest") == second
-    assert stages.snapshots.name(of, "second", "latest") == 0
-    assert stages.snapshots.name(of, "first", "latest", move=True) == 0
+    assert sana_pipe.stages.snapshots.name(of, "second", "latest") == 0
+    assert sana_pipe.stages.snapshots.name(of, "first", "latest", move=True) == 0
     assert Cache(of.cache).snapshot_of("latest") == first
 
 
@@ -1172,13 +1174,13 @@ def test_equal_content_has_an_equal_content_id_in_any_cache(root: Path, tmp_path
         of = config(place, *sets)
         for step in steps:
             add(of, "one", step)
-        return Cache(of.cache).open_snapshot(stages.bucket.run(of))
+        return Cache(of.cache).open_snapshot(sana_pipe.stages.bucket.run(of))
 
     first, second = made_in(root, one), made_in(tmp_path / "b", one[40:], one)
     assert first.id != second.id and first.head.sources != {} and first.head.shards != second.head.shards
     content = first.head.content_id
     assert content is not None and content == second.head.content_id
-    packs = [stages.pack.run(config(place), snapshot="latest") for place in (root, tmp_path / "b")]
+    packs = [sana_pipe.stages.pack.run(config(place), snapshot="latest") for place in (root, tmp_path / "b")]
     heads = [Cache(place).open_snapshot(pack).head for place, pack in zip((root, tmp_path / "b"), packs, strict=True)]
     assert heads[0].content_id == heads[1].content_id not in (None, content), "another order"
     caption = (one[5].texts[0][0], 2.0)
@@ -1194,7 +1196,7 @@ def test_equal_content_has_an_equal_content_id_in_any_cache(root: Path, tmp_path
 def test_a_snapshot_says_how_it_was_made(root: Path) -> None:
     of = config(root, "bucket.filter='width > 8'", "bucket.sources={one: {weight: 0.5}}")
     add(of, "one", pictures(20))
-    made = stages.bucket.run(of, name="half")
+    made = sana_pipe.stages.bucket.run(of, name="half")
     result = CliRunner().invoke(cli, ["snapshots", "show", "half", "--json", *config_file(of)], standalone_mode=False)
     report = json.loads(result.output)
     assert (report["id"], report["samples"], report["content"]) == (
@@ -1216,7 +1218,7 @@ def test_chains_of_snapshots_are_listed_parents_first(root: Path) -> None:
     of, chain = config(root), []
     for round_ in range(4):
         add(of, f"s{round_}", pictures(10, f"{round_}-"))
-        chain.append(stages.bucket.run(of))
+        chain.append(sana_pipe.stages.bucket.run(of))
     result = compare.listed(Cache(root))
     assert [e["id"] for e in result] == chain
     assert [e["parent"] for e in result] == [None, *chain[:-1]]
@@ -1231,12 +1233,12 @@ def test_a_selection_in_temporary_files_is_the_same(
 ) -> None:
     add(config(root), "one", [*pictures(60), Picture("copy.png", "6"), Picture("another.png", "6")])
     add(config(root), "two", [Picture(f"copy{i}.png", str(i)) for i in range(20, 30)])
-    first = stages.bucket.run(config(root, "bucket.subset=25"))
+    first = sana_pipe.stages.bucket.run(config(root, "bucket.subset=25"))
     options = (*chosen, "bucket.heldout=0.1", f"bucket.grow={first}")
-    whole = stages.bucket.run(config(root, *options), "whole")
+    whole = sana_pipe.stages.bucket.run(config(root, *options), "whole")
     assert len(Cache(root).open_snapshot(whole)) < 72 * 0.9
     lower_limits(monkeypatch)
-    assert stages.bucket.run(config(root, *options), "again") == whole
+    assert sana_pipe.stages.bucket.run(config(root, *options), "again") == whole
 
 
 def test_the_checks_can_fail(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1275,13 +1277,13 @@ def test_a_source_without_weight_may_be_of_another_encoding(root: Path) -> None:
     cache.add_encoding(other)
     cache.add_scan("old", {**last, "encodings": {**last["encodings"], "latent": other.name}})
     with pytest.raises(CacheError, match=naming("'old'", "'one'", "weights")):
-        stages.bucket.run(of)
+        sana_pipe.stages.bucket.run(of)
     weightless = "bucket.sources={old: {weight: 0}}"
     assert items(made(config(root, weightless))) == {f"one/{i:05d}.png" for i in range(8)}
     beside = root.with_name("beside")
     add(config(beside), "old", pictures(3, "others-"))
     with pytest.raises(CacheError, match=naming(beside, "'old'", "--source-name")):
-        stages.bucket.run(config(root, f"bucket.caches=[{beside}]"))
+        sana_pipe.stages.bucket.run(config(root, f"bucket.caches=[{beside}]"))
     assert items(made(config(root, weightless, f"bucket.caches=[{beside}]"))) == {f"one/{i:05d}.png" for i in range(8)}
 
 
@@ -1289,7 +1291,7 @@ def test_a_source_without_weight_may_be_of_another_encoding(root: Path) -> None:
 def test_numbers_beyond_all_bounds_are_reported(root: Path, number: str) -> None:
     add(config(root), "one", pictures(4))
     try:
-        stages.bucket.run(config(root, f"bucket.filter=bytes < {number}"))
+        sana_pipe.stages.bucket.run(config(root, f"bucket.filter=bytes < {number}"))
     except UserError as error:
         assert "bucket.filter" in str(error)
 

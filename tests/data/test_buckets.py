@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.base.errors import ConfigError
-from pipeline.data.images import buckets
-from pipeline.data.snapshots.config import BucketConfig
-from pipeline.data.sources.config import DataConfig
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.data.images import buckets
+from sana_pipe.data.snapshots.config import BucketConfig
+from sana_pipe.data.sources.config import DataConfig
 from tests.support.messages import naming
 
 TABLE = buckets.table(DataConfig(), 32)

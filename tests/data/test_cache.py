@@ -24,18 +24,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.base import disk
-from pipeline.base.errors import CacheError, IntegrityError
-from pipeline.data.cache import arrow, index, layout, shard
-from pipeline.data.cache.cache import Cache, Unit
-from pipeline.data.cache.encodings import Encoding
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.keys import SortedKeys, as_keys, halves
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.status import status
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.tools.locations import cache_location
+from sana_pipe.base import disk
+from sana_pipe.base.errors import CacheError, IntegrityError
+from sana_pipe.data.cache import arrow, index, layout, shard
+from sana_pipe.data.cache.cache import Cache, Unit
+from sana_pipe.data.cache.encodings import Encoding
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.keys import SortedKeys, as_keys, halves
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.status import status
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.tools.locations import cache_location
 from tests.support import synthetic, tiny_cache
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
@@ -106,7 +106,7 @@ def test_tar_headers_are_deterministic_and_plain(tmp_path: Path) -> None:
 @given(st.lists(st.integers(0, 65535).filter(lambda b: b & 0x7F80 != 0x7F80), min_size=1, max_size=64))
 @settings(max_examples=50, deadline=None)
 def test_bf16_round_trip_is_bit_exact(values: list[int]) -> None:
-    from pipeline.data.loader.loader import bf16
+    from sana_pipe.data.loader.loader import bf16
 
     array = np.array(values, np.uint16)
     tensor = bf16(array)
@@ -308,7 +308,7 @@ def test_a_folder_without_a_cache_is_named_whole(tmp_path: Path, monkeypatch: py
 
 def test_put_if_absent_has_one_winner(tmp_path: Path) -> None:
     script = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from pipeline.data.cache.files import Files; "
+        "import sys; sys.path.insert(0, sys.argv[1]); from sana_pipe.data.cache.files import Files; "
         "f = Files(sys.argv[2]);"
         "print(sum(f.put(f'race/{i}.json', sys.argv[3].encode()) for i in range(200)))"
     )
@@ -372,7 +372,7 @@ def test_what_is_read_back_comes_from_the_disk(monkeypatch: pytest.MonkeyPatch) 
 def test_a_read_only_cache_is_an_error_for_people(tmp_path: Path, bound_by_permissions: Callable[[], None]) -> None:
     cache = Cache(tmp_path / "c", create=True)
     os.chmod(tmp_path / "c", 0o555)
-    script = "import sys; from pipeline.data.cache.files import Files; Files(sys.argv[1]).put('x', b'y')"
+    script = "import sys; from sana_pipe.data.cache.files import Files; Files(sys.argv[1]).put('x', b'y')"
     put = [sys.executable, "-c", script, str(tmp_path / "c")]
     done = subprocess.run(put, cwd=ROOT, preexec_fn=bound_by_permissions, capture_output=True, text=True)
     assert "CacheError" in done.stderr and "cannot be written" in done.stderr

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import stages.pack
-from pipeline.config import Config
+import sana_pipe.stages.pack
+from sana_pipe.config import Config
 from tests.support.layout_page import PAGE, examples
 
 
@@ -26,7 +26,7 @@ def test_the_examples_run(small_cache: Path, capsys: pytest.CaptureFixture[str])
 def test_the_example_of_a_packed_snapshot_runs(
     small_cache_copy: Path, make_config: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stages.pack.run(make_config(small_cache_copy.parent))
+    sana_pipe.stages.pack.run(make_config(small_cache_copy.parent))
     shards = sorted(str(path) for path in small_cache_copy.glob("shards/packed-*/*/*.tar"))
     capsys.readouterr()
     exec(compile(examples()[3], str(PAGE), "exec"), {"joint_shards": shards})

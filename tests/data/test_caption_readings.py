@@ -14,20 +14,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.config import load_given
-from pipeline.data.cache.prompts import TRIGGER_PLACE, has_words
-from pipeline.data.cache.scan_table import SCAN
-from pipeline.data.encoding.scan import scan
-from pipeline.data.sources import caption_signs
-from pipeline.data.sources.caption_columns import CaptionRule
-from pipeline.data.sources.config import DataConfig, TagsConfig
-from pipeline.data.sources.detect import open_source
-from pipeline.data.sources.reject_kinds import kind
-from pipeline.data.sources.source import Item
-from pipeline.data.sources.tag_sets import tags_of
-from pipeline.data.sources.text_parts import parts_of
-from pipeline.tools.planning import recommend
+from sana_pipe.base.errors import UserError
+from sana_pipe.config import load_given
+from sana_pipe.data.cache.prompts import TRIGGER_PLACE, has_words
+from sana_pipe.data.cache.scan_table import SCAN
+from sana_pipe.data.encoding.scan import scan
+from sana_pipe.data.sources import caption_signs
+from sana_pipe.data.sources.caption_columns import CaptionRule
+from sana_pipe.data.sources.config import DataConfig, TagsConfig
+from sana_pipe.data.sources.detect import open_source
+from sana_pipe.data.sources.reject_kinds import kind
+from sana_pipe.data.sources.source import Item
+from sana_pipe.data.sources.tag_sets import tags_of
+from sana_pipe.data.sources.text_parts import parts_of
+from sana_pipe.tools.planning import recommend
 from tests.support.source_files import make_tar, opened
 
 TAGS = ["1girl", "solo", "red_hair", "smile", "outdoors"]
@@ -418,7 +418,7 @@ def test_what_other_trainers_read_in_captions_is_counted_by_picture() -> None:
 
 
 def test_captions_are_searched_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.data.cache.arrow.ROWS", 2)
+    monkeypatch.setattr("sana_pipe.data.cache.arrow.ROWS", 2)
     [sign] = caption_signs.signs(table([["x"]] * 5 + [["{a|b}"]] * 3))
     assert (sign.count, sign.item) == (3, "5.jpg")
 

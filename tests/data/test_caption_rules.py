@@ -12,18 +12,18 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from pipeline.base.errors import UserError
-from pipeline.data.cache.cache import Cache
-from pipeline.data.encoding import scan as scanning
-from pipeline.data.encoding import scan_rows
-from pipeline.data.encoding.fragments import Fragments
-from pipeline.data.sources.caption_columns import CaptionCandidate, CaptionRule
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.detect import open_source
-from pipeline.data.sources.source import Item, Place, Reject, Source
-from pipeline.data.work.claims import Claims
-from pipeline.data.work.engine import Worker
-from pipeline.data.work.stop import Stop
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.encoding import scan as scanning
+from sana_pipe.data.encoding import scan_rows
+from sana_pipe.data.encoding.fragments import Fragments
+from sana_pipe.data.sources.caption_columns import CaptionCandidate, CaptionRule
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.detect import open_source
+from sana_pipe.data.sources.source import Item, Place, Reject, Source
+from sana_pipe.data.work.claims import Claims
+from sana_pipe.data.work.engine import Worker
+from sana_pipe.data.work.stop import Stop
 from tests.support.source_files import make_tar
 
 Captions = dict[str, dict[str, float]]

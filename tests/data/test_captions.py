@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeline.data.encoders.config import TextConfig
-from pipeline.data.sources import caption_rules
+from sana_pipe.data.encoders.config import TextConfig
+from sana_pipe.data.sources import caption_rules
 
 
 @pytest.mark.parametrize(("prompting", "prefix"), [("diffusers", "48290080bb4f"), ("nvlabs", "62b9ab89eebb")])

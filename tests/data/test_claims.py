@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base import process_identity as owner
-from pipeline.base.errors import CacheError
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.layout import Paths
-from pipeline.data.work.claims import Claims
+from sana_pipe.base import process_identity as owner
+from sana_pipe.base.errors import CacheError
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.work.claims import Claims
 from tests.support.waiting import until
 
 UNIT = ("latent-0", 0, "ab" * 16)
@@ -103,7 +103,7 @@ def test_a_dead_process_of_this_machine_holds_nothing(tmp_path: Path, clock: Clo
     if not owner.place():
         pytest.skip("this system has no /proc to ask about processes")
     code = (
-        "import sys; from pipeline.data.cache.files import Files; from pipeline.data.work.claims import Claims\n"
+        "import sys; from sana_pipe.data.cache.files import Files; from sana_pipe.data.work.claims import Claims\n"
         f"print(Claims(Files(sys.argv[1]), 60).take(*{UNIT!r}))"
     )
     root = Path(__file__).resolve().parents[2]

@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import stages.bucket
-import stages.pack
-from pipeline.data.cache.cache import Cache
+import sana_pipe.stages.bucket
+import sana_pipe.stages.pack
+from sana_pipe.data.cache.cache import Cache
 from tests.support import synthetic
 from tests.support.layout_page import PAGE, examples
 
@@ -31,8 +31,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
     config = synthetic.config(tmp_path_factory.mktemp("clients") / "cache", "bucket.heldout=0.2")
     pictures = [synthetic.Picture(f"{number}.png", f"p{number}", captions=TWO) for number in range(6)]
     synthetic.add(config, "photos", pictures)
-    stages.bucket.run(config)
-    stages.pack.run(config, name="packed")
+    sana_pipe.stages.bucket.run(config)
+    sana_pipe.stages.pack.run(config, name="packed")
     return Cache(config.cache)
 
 
@@ -98,8 +98,8 @@ def test_joint_shards_of_different_numbers_of_captions_open_as_the_page_says(
     captions = (*TWO, ("three", 1.0))
     pictures = [synthetic.Picture(f"{n}.png", f"p{n}", captions=captions[: 1 + n % 3]) for n in range(9)]
     synthetic.add(config, "photos", pictures)
-    stages.bucket.run(config)
-    stages.pack.run(config)
+    sana_pipe.stages.bucket.run(config)
+    sana_pipe.stages.pack.run(config)
     shards = list(map(str, Path(config.cache).glob("shards/packed-*/*/*.tar")))
     for client in ("webdataset", "wids"):
         counts = Counter(sum(name.endswith("txt") for name in sample) for sample in CLIENTS[client](shards))

@@ -22,30 +22,30 @@ import pytest
 import torch
 from PIL import Image
 
-import stages.bucket
-import stages.encode
-import stages.pack
-import stages.plan
-import stages.report
-import stages.train
-import stages.verify
-import stages.view
-from pipeline.base.errors import ConfigError, IntegrityError, RejectRateError, UserError
-from pipeline.config import Config
-from pipeline.data.cache import audit
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.shard import ShardReader
-from pipeline.data.encoders.frozen import from_bits
-from pipeline.data.encoders.vae import LatentEncoder
-from pipeline.data.encoding import scan_rows, unit_records
-from pipeline.data.images import decoding
-from pipeline.data.loader.loader import Loader
-from pipeline.data.signals import Encoders
-from pipeline.data.signals.control import ControlEncoding
-from pipeline.data.signals.mask import MaskEncoding
-from pipeline.tools.reporting import sample_view
-from pipeline.tools.reporting.controls_and_masks import ControlOrMask, controls_and_masks
-from pipeline.tools.reporting.source_pictures import SourcePictures
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.pack
+import sana_pipe.stages.plan
+import sana_pipe.stages.report
+import sana_pipe.stages.train
+import sana_pipe.stages.verify
+import sana_pipe.stages.view
+from sana_pipe.base.errors import ConfigError, IntegrityError, RejectRateError, UserError
+from sana_pipe.config import Config
+from sana_pipe.data.cache import audit
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.shard import ShardReader
+from sana_pipe.data.encoders.frozen import from_bits
+from sana_pipe.data.encoders.vae import LatentEncoder
+from sana_pipe.data.encoding import scan_rows, unit_records
+from sana_pipe.data.images import decoding
+from sana_pipe.data.loader.loader import Loader
+from sana_pipe.data.signals import Encoders
+from sana_pipe.data.signals.control import ControlEncoding
+from sana_pipe.data.signals.mask import MaskEncoding
+from sana_pipe.tools.reporting import sample_view
+from sana_pipe.tools.reporting.controls_and_masks import ControlOrMask, controls_and_masks
+from sana_pipe.tools.reporting.source_pictures import SourcePictures
 from tests.support.constants import constants, unit_sizes
 from tests.support.loading import loader_settings
 from tests.support.messages import naming
@@ -192,15 +192,15 @@ def test_every_layout_gives_the_same_records(
     for one in dict.fromkeys(["suffix", layout]):
         data, options = laid_out(samples, one, tmp_path / one)
         config = configured(make_config, tmp_path / one, *options)
-        done = stages.encode.run(config, data)
+        done = sana_pipe.stages.encode.run(config, data)
         assert done["items"] == done["images"] == done["controls"] == done["masks"] == len(SIDES)
         assert done["rejects"] == done["left"] == 0 and not list(audit.verify(Cache(config.cache)))
         for kind in ("latent", "control", "mask"):
             assert wanted.setdefault(f"{kind}", keys(config, kind)) == keys(config, kind)
-        assert stages.encode.dry_run(config, data, probe=False) == 0
-        again = stages.encode.run(config, data)
+        assert sana_pipe.stages.encode.dry_run(config, data, probe=False) == 0
+        again = sana_pipe.stages.encode.run(config, data)
         assert again["images"] == again["controls"] == again["masks"] == 0 and again["reused"]["masks"] == len(SIDES)
-        stages.bucket.run(config)
+        sana_pipe.stages.bucket.run(config)
         assert sorted(Cache(config.cache).open_snapshot().pictures) == ["control", "latent", "mask"]
 
 
@@ -211,8 +211,8 @@ def made(samples: Samples, make_config: MakeConfig, made_once: Callable[..., Pat
     def make(folder: Path) -> None:
         data, options = laid_out(samples, "suffix", folder)
         config = configured(make_config, folder, *options)
-        stages.encode.run(config, data)
-        stages.bucket.run(config)
+        sana_pipe.stages.encode.run(config, data)
+        sana_pipe.stages.bucket.run(config)
 
     return made_once("controls and masks", make)
 
@@ -284,18 +284,18 @@ def test_a_sample_without_a_required_picture_is_rejected_with_the_reason(
     (data / "03-masklabel.jpg").write_bytes(encoded(np.zeros((65, 45), np.uint8), "JPEG"))
     config = configured(make_config, copied, *SUFFIXES, "encode.max_shrink=1")
     with pytest.raises(RejectRateError):
-        stages.encode.run(config, str(data))
+        sana_pipe.stages.encode.run(config, str(data))
     reasons = rejects(config)
     assert reasons["00.png"] == "has no control picture (data.pictures.control.suffix: .control)"
     assert reasons["01.png"].startswith("its control picture 01.control.png: not a picture")
     assert "has 80x40 pixels, another aspect ratio than the picture's 80x80" in reasons["02.png"]
     assert reasons["03.png"] == "has 2 mask pictures: 03-masklabel.jpg, 03-masklabel.png"
     with pytest.raises(RejectRateError):
-        stages.encode.dry_run(config, str(data), probe=False)
+        sana_pipe.stages.encode.dry_run(config, str(data), probe=False)
     for name, _, control, _, _ in samples:
         (data / f"{name}.control.png").write_bytes(control)
     (data / "03-masklabel.jpg").unlink()
-    done = stages.encode.run(config, str(data))
+    done = sana_pipe.stages.encode.run(config, str(data))
     assert done["rejects"] == done["controls"] == done["images"] == 0 and done["reused"]["controls"] == len(SIDES)
 
 
@@ -314,7 +314,7 @@ def test_a_source_without_any_names_the_place_that_was_looked_at(
             table = pq.read_table(next(Path(data).glob("*.parquet")))
             empty = pa.nulls(len(table), pa.string())
             pq.write_table(table.append_column("meta", empty), next(Path(data).glob("*.parquet")))
-        for end in (stages.encode.run, partial(stages.encode.dry_run, probe=False)):
+        for end in (sana_pipe.stages.encode.run, partial(sana_pipe.stages.encode.dry_run, probe=False)):
             with pytest.raises(RejectRateError) as error:
                 end(config, data)
             assert place in str(error.value.fix)
@@ -325,7 +325,7 @@ def test_an_option_that_finds_no_picture_of_a_source_that_was_read_before_is_nam
     copied: Path, make_config: MakeConfig
 ) -> None:
     config = configured(make_config, copied, *SUFFIXES, "data.pictures.control.suffix=.edges")
-    for end in (stages.encode.run, partial(stages.encode.dry_run, probe=False)):
+    for end in (sana_pipe.stages.encode.run, partial(sana_pipe.stages.encode.dry_run, probe=False)):
         with pytest.raises(UserError, match="are missing") as error:
             end(config, str(copied / "data"))
         fix = str(error.value.fix)
@@ -341,16 +341,16 @@ def test_a_sample_may_lack_a_picture_that_is_not_required(
         (data / name).unlink()
     relaxed = [f"data.pictures.{kind}.required=false" for kind in ("control", "mask")]
     config = configured(make_config, copied, *SUFFIXES, *relaxed)
-    assert stages.encode.dry_run(config, str(data)) == 0
-    done = stages.encode.run(config, str(data))
+    assert sana_pipe.stages.encode.dry_run(config, str(data)) == 0
+    done = sana_pipe.stages.encode.run(config, str(data))
     printed = capsys.readouterr().out
     for line in ("1 samples have no control picture: a black one", "2 samples have no mask picture: a white one"):
         assert printed.count(line) == 2, "of the dry run, and of the run"
     assert done["rejects"] == done["left"] == done["images"] == 0 and done["controls"] == 1 and done["masks"] == 2
-    again = stages.encode.run(config, str(data))
+    again = sana_pipe.stages.encode.run(config, str(data))
     assert again["images"] == again["controls"] == again["masks"] == 0
     assert capsys.readouterr().out.count("1 samples have no control picture") == 1, "also with nothing to do"
-    stages.bucket.run(config)
+    sana_pipe.stages.bucket.run(config)
     assert (from_bits(values(config, "mask")["00.png"]) == 1).all()
     figures = controls_and_masks(Cache(config.cache).open_snapshot())
     assert figures is not None and {each.kind: each.blank for each in figures.kinds} == {
@@ -373,7 +373,7 @@ def test_a_sample_may_lack_a_picture_that_is_not_required(
         content = bytearray(path.read_bytes())
         content[1024:1600] = bytes(b ^ 1 for b in content[1024:1600])
         path.write_bytes(content)
-    assert list(audit.verify(Cache(config.cache))) and stages.verify.run(config, repair=True) == 0
+    assert list(audit.verify(Cache(config.cache))) and sana_pipe.stages.verify.run(config, repair=True) == 0
     assert files(Path(config.cache)) == before
 
 
@@ -384,7 +384,7 @@ def test_a_wrong_bit_is_found_and_never_trained_on(
 ) -> None:
     config = configured(make_config, copied, *SUFFIXES)
     if packed:
-        stages.pack.run(config)
+        sana_pipe.stages.pack.run(config)
     cache = Cache(config.cache)
     snapshot = cache.open_snapshot(next(name for name in cache.snapshot_names() if packed == name.endswith(".packed")))
     truth, before = values(config, kind), files(cache.root)
@@ -400,7 +400,7 @@ def test_a_wrong_bit_is_found_and_never_trained_on(
         list(Loader(snapshot, loader_settings(**asking)))  # who does not ask for it does not read it
         [finding] = audit.verify(cache)
         assert finding.records == (place.key.hex(),)
-        assert stages.verify.run(config, repair=True) == 0
+        assert sana_pipe.stages.verify.run(config, repair=True) == 0
         assert files(cache.root) == before
     assert all((record == truth[item]).all() for item, record in values(config, kind).items())
 
@@ -408,10 +408,10 @@ def test_a_wrong_bit_is_found_and_never_trained_on(
 def test_only_what_has_changed_is_made_again(copied: Path, make_config: MakeConfig, samples: Samples) -> None:
     data, config = copied / "data", configured(make_config, copied, *SUFFIXES)
     (data / "00.control.png").write_bytes(samples.pictures[0])
-    done = stages.encode.run(config, str(data))
+    done = sana_pipe.stages.encode.run(config, str(data))
     assert done["images"] == done["masks"] == 0 and done["controls"] == 1
     before = values(config, "control")
-    stages.bucket.run(config)
+    sana_pipe.stages.bucket.run(config)
     changed = [item for item, record in values(config, "control").items() if (record != before[item]).any()]
     assert changed == ["00.png"]
 
@@ -425,13 +425,13 @@ def test_a_cache_gets_controls_and_masks_without_latents(
     for name, picture, _, _, caption in samples:
         (data / f"{name}.png").write_bytes(picture)
         (data / f"{name}.txt").write_text(caption)
-    stages.encode.run(plain, str(data))
+    sana_pipe.stages.encode.run(plain, str(data))
     samples.suffix(data)
-    done = stages.encode.run(configured(make_config, tmp_path, *SUFFIXES), str(data))
+    done = sana_pipe.stages.encode.run(configured(make_config, tmp_path, *SUFFIXES), str(data))
     assert done["images"] == done["captions"] == done["rejects"] == 0 and done["controls"] == done["masks"] == len(
         SIDES
     )
-    again = stages.encode.run(plain, str(data))
+    again = sana_pipe.stages.encode.run(plain, str(data))
     assert again["rejects"] == again["controls"] == 0 and again["reused"]["controls"] == len(SIDES)
     assert keys(plain, "mask") == keys(configured(make_config, made), "mask")
 
@@ -454,7 +454,7 @@ def test_killed_work_is_finished_byte_for_byte(
     monkeypatch.setattr(unit_records.UnitWriter, "commit", killed)
     for _ in range(40):
         try:
-            stages.encode.run(config, data)
+            sana_pipe.stages.encode.run(config, data)
             break
         except Killed:
             pass
@@ -466,16 +466,16 @@ def test_two_tasks_share_the_scan_and_the_units(samples: Samples, make_config: M
     for layout in ("suffix", "imagefolder", "webdataset", "parquet"):
         data, options = laid_out(samples, layout, tmp_path / layout)
         config = configured(make_config, tmp_path / layout, *options)
-        done = [stages.encode.run(config, data, task_index=task, task_count=2) for task in (0, 1)]
+        done = [sana_pipe.stages.encode.run(config, data, task_index=task, task_count=2) for task in (0, 1)]
         assert sum(one["controls"] for one in done) == sum(one["masks"] for one in done) == len(SIDES)
-        assert stages.encode.run(config, data)["controls"] == 0
+        assert sana_pipe.stages.encode.run(config, data)["controls"] == 0
 
 
 def test_pictures_of_no_picture_are_counted(
     copied: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (copied / "data/other.control.png").write_bytes((copied / "data/00.control.png").read_bytes())
-    stages.encode.run(configured(make_config, copied, *SUFFIXES), str(copied / "data"))
+    sana_pipe.stages.encode.run(configured(make_config, copied, *SUFFIXES), str(copied / "data"))
     assert "1  control picture of no picture" in capsys.readouterr().out
 
 
@@ -494,9 +494,9 @@ def test_a_picture_that_could_not_be_read_once_is_read_by_the_next_scan(
 
     with monkeypatch.context() as patch:
         patch.setattr(scan_rows, "from_bytes", failing)
-        assert stages.encode.run(config, data)["rejects"] == 1
+        assert sana_pipe.stages.encode.run(config, data)["rejects"] == 1
     assert "unreadable: its mask picture" in next(iter(rejects(config).values()))
-    done = stages.encode.run(config, data)
+    done = sana_pipe.stages.encode.run(config, data)
     assert done["rejects"] == 0 and done["masks"] == 1
 
 
@@ -509,7 +509,7 @@ def test_a_column_that_names_no_file_of_the_source(
     rows[0]["mask"] = name
     (tmp_path / "data/metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = configured(make_config, tmp_path, *options, "encode.max_reject_rate=0.9")
-    done = stages.encode.run(config, data)
+    done = sana_pipe.stages.encode.run(config, data)
     assert done["masks"] == done["images"] == len(SIDES) - 1 and done["rejects"] >= 1
     assert (f"names {name!r}" in str(rejects(config))) == (name[:1] in "./" and name != "")
 
@@ -524,8 +524,8 @@ def test_masks_of_the_transparency(samples: Samples, make_config: MakeConfig, tm
         (data / f"{name}.png").write_bytes(encoded(pixels))
         (data / f"{name}.txt").write_text(name)
     config = configured(make_config, tmp_path, "data.pictures.mask.made=alpha")
-    assert stages.encode.run(config, str(data))["masks"] == 2
-    stages.bucket.run(config)
+    assert sana_pipe.stages.encode.run(config, str(data))["masks"] == 2
+    sana_pipe.stages.bucket.run(config)
     masks = {item: from_bits(record)[0].float() for item, record in values(config, "mask").items()}
     width = masks["half.png"].shape[1]
     assert (masks["opaque.png"] == 1).all()
@@ -538,8 +538,8 @@ def test_controls_of_the_edges(samples: Samples, make_config: MakeConfig, tmp_pa
     for path in Path(data).glob("*[-.]*l*.png"):
         path.unlink()
     config = configured(make_config, tmp_path, "data.pictures.control.made=canny")
-    assert stages.encode.run(config, data)["controls"] == len(SIDES)
-    stages.bucket.run(config)
+    assert sana_pipe.stages.encode.run(config, data)["controls"] == len(SIDES)
+    sana_pipe.stages.bucket.run(config)
     snapshot, vae = Cache(config.cache).open_snapshot(), LatentEncoder.load(config.vae, torch.device("cpu"))
     encoding, stored = snapshot.encoding(ControlEncoding), values(config, "control")
     for name, picture, *_ in samples:
@@ -572,14 +572,14 @@ def test_settings_that_do_not_go_together(samples: Samples, make_config: MakeCon
             configured(make_config, tmp_path, *(f"data.pictures.{option}" for option in options))
     data, _ = laid_out(samples, "webdataset", tmp_path)
     with pytest.raises(ConfigError, match=naming("data.pictures.control.suffix")):
-        stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.required=false"), data)
+        sana_pipe.stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.required=false"), data)
     with pytest.raises(
         UserError, match=r"data\.pictures\.control\.column: edges: control pictures and masks of a source"
     ):
-        stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.column=edges"), data)
+        sana_pipe.stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.column=edges"), data)
     data, _ = laid_out(samples, "parquet", tmp_path / "table")
     with pytest.raises(UserError, match="has no column 'edges'"):
-        stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.column=edges"), data)
+        sana_pipe.stages.encode.run(configured(make_config, tmp_path, "data.pictures.control.column=edges"), data)
 
 
 def test_controls_and_masks_that_a_training_does_not_use_are_noted(
@@ -588,10 +588,10 @@ def test_controls_and_masks_that_a_training_does_not_use_are_noted(
     for options, unused in (([], {"mask", "control"}), (["train.mask={}"], {"control"})):
         config, lines = configured(make_config, made, *options), list[str]()
         cache = Cache(config.cache)
-        stages.train.open_inputs(config, cache, cache.open_snapshot(), None, lines.append)
+        sana_pipe.stages.train.open_inputs(config, cache, cache.open_snapshot(), None, lines.append)
         assert {kind for kind in ("mask", "control") if any(f"has {kind} records" in line for line in lines)} == unused
         capsys.readouterr()
-        stages.plan.run(config, stages.plan.Options(gpu="4090", snapshot="latest"))
+        sana_pipe.stages.plan.run(config, sana_pipe.stages.plan.Options(gpu="4090", snapshot="latest"))
         noted = capsys.readouterr().err
         assert {kind for kind in ("mask", "control") if f"has {kind} records" in noted} == unused
 
@@ -600,7 +600,7 @@ def test_view_shows_controls_and_masks(
     made: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = configured(make_config, made)
-    stages.view.run(config, "00.png", out=tmp_path / "page.html")
+    sana_pipe.stages.view.run(config, "00.png", out=tmp_path / "page.html")
     printed, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
     assert "control, its three main components" in page and "mask, from 0 to 1" in page
     for kind in ("control", "mask"):
@@ -624,8 +624,8 @@ def test_the_report_counts_and_shows_controls_and_masks(
 ) -> None:
     data, found = laid_out(samples, layout, tmp_path)
     config = configured(make_config, tmp_path, *found)
-    stages.encode.run(config, data)
-    stages.bucket.run(config)
+    sana_pipe.stages.encode.run(config, data)
+    sana_pipe.stages.bucket.run(config)
     assert f"{len(SIDES)} samples with control, mask, " in capsys.readouterr().out
     snapshot = Cache(config.cache).open_snapshot()
     figures = controls_and_masks(snapshot)
@@ -634,10 +634,10 @@ def test_the_report_counts_and_shows_controls_and_masks(
     means = [float(from_bits(mask).float().mean()) for mask in values(config, "mask").values()]
     assert figures.learned is not None and figures.learned.read == len(SIDES)
     assert figures.learned.mean == pytest.approx(np.mean(means), abs=1e-6)
-    stages.report.run(config, tmp_path / "page.html")
+    sana_pipe.stages.report.run(config, tmp_path / "page.html")
     shown = alts(tmp_path / "page.html")
     assert [shown.count(name) for name in ("picture", "control", "mask")] == [len(SIDES)] * 3
-    stages.report.run(config, tmp_path / "page.html", pictures=False)
+    sana_pipe.stages.report.run(config, tmp_path / "page.html", pictures=False)
     assert not alts(tmp_path / "page.html") and "Control pictures and masks" in (tmp_path / "page.html").read_text()
     row, photos = snapshot.source_item(0), SourcePictures(config.data, Cache(config.cache))
     encoding, bucket = snapshot.encoding(ControlEncoding), snapshot.buckets[0]
@@ -659,6 +659,6 @@ def test_members_that_belong_to_no_picture_are_counted(
         info = tarfile.TarInfo("other.control.png")
         info.size = len(samples.controls[0])
         tar.addfile(info, io.BytesIO(samples.controls[0]))
-    done = stages.encode.run(configured(make_config, tmp_path, *options), data)
+    done = sana_pipe.stages.encode.run(configured(make_config, tmp_path, *options), data)
     assert done["rejects"] == 0 and done["controls"] == len(SIDES)
     assert "1  control picture of no picture" in capsys.readouterr().out

@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
-import stages.encode
-from pipeline import __version__
-from pipeline.base.disk import cache_errors
-from pipeline.base.errors import CacheError, NoSpaceError
-from pipeline.config import Config
-from pipeline.data.cache import index
-from pipeline.data.cache.cache import Cache, Unit
-from pipeline.data.cache.files import Files
-from pipeline.data.encoding import estimate
-from pipeline.data.work import claims, disk_space, engine, ray_engine
-from pipeline.data.work.disk_space import DiskSpace
-from pipeline.data.work.progress import Progress
-from pipeline.data.work.stop import Stop, Stopped
+import sana_pipe.stages.encode
+from sana_pipe import __version__
+from sana_pipe.base.disk import cache_errors
+from sana_pipe.base.errors import CacheError, NoSpaceError
+from sana_pipe.config import Config
+from sana_pipe.data.cache import index
+from sana_pipe.data.cache.cache import Cache, Unit
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.encoding import estimate
+from sana_pipe.data.work import claims, disk_space, engine, ray_engine
+from sana_pipe.data.work.disk_space import DiskSpace
+from sana_pipe.data.work.progress import Progress
+from sana_pipe.data.work.stop import Stop, Stopped
 from tests.support.empty_units import Maker, claimed, planned
 from tests.support.trees import files
 
@@ -257,11 +257,11 @@ def test_a_real_run_waits_and_its_bytes_are_the_same(
     free[:] = [MUCH, 0]
     with monkeypatch.context() as patch, pytest.raises(NoSpaceError):
         patch.setattr(disk_space, "WAIT_S", 0.0)
-        stages.encode.run(make_config(tmp_path), data=str(photos))
+        sana_pipe.stages.encode.run(make_config(tmp_path), data=str(photos))
     assert len(list((tmp_path / "cache").glob("shards/*/*/*"))) == 1
     assert list((tmp_path / "cache" / "tmp").iterdir()) == []
     free[:] = [0, 0, 0, 0, MUCH]
-    stages.encode.run(make_config(tmp_path), data=str(photos))
+    sana_pipe.stages.encode.run(make_config(tmp_path), data=str(photos))
     assert capsys.readouterr().err.count("paused:") == 1
     ours, theirs = files(tmp_path / "cache"), files(small_cache)
     assert ours == {name: data for name, data in theirs.items() if name in ours}
@@ -280,14 +280,14 @@ def test_a_ray_task_waits_too(
     monkeypatch.setattr(disk_space, "WAIT_S", 0.0)
     free[:] = [0]
     with pytest.raises(NoSpaceError):
-        stages.encode.run(config, data=str(photos))
+        sana_pipe.stages.encode.run(config, data=str(photos))
     cache = Cache(config.cache)
     encoding = cache.encodings("text")[0].name
     [plan] = cache.plans(encoding)
 
     def task() -> ray_engine.Done:
         text = config.model_dump_json()
-        build = partial(stages.encode.ray_encoder, text, (), ())
+        build = partial(sana_pipe.stages.encode.ray_encoder, text, (), ())
         order = ray_engine.WorkerSettings(text, str(tmp_path), __version__, build)
         before = Path.cwd()
         try:

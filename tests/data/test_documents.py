@@ -14,28 +14,28 @@ from typing import Any
 
 import pytest
 
-import stages.bucket
-import stages.encode
-import stages.gc
-import stages.snapshots
-import stages.status
-import stages.verify
-from pipeline.base.errors import IntegrityError, UserError
-from pipeline.config import Config, load
-from pipeline.data.cache import audit, copies, garbage, index, layout, prompts
-from pipeline.data.cache.cache import Cache, Unit, Units, WorkList
-from pipeline.data.cache.contradictions import contradictions
-from pipeline.data.cache.encodings import Encoding
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.findings import Finding
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.lost import repair_documents
-from pipeline.data.cache.snapshot_lists import publish
-from pipeline.data.cache.status import status
-from pipeline.data.encoders import vae as encoders
-from pipeline.data.encoders.text import TextEncoder
-from pipeline.data.encoding import repair, unit_records
-from pipeline.data.signals.text import TextEncoding
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.gc
+import sana_pipe.stages.snapshots
+import sana_pipe.stages.status
+import sana_pipe.stages.verify
+from sana_pipe.base.errors import IntegrityError, UserError
+from sana_pipe.config import Config, load
+from sana_pipe.data.cache import audit, copies, garbage, index, layout, prompts
+from sana_pipe.data.cache.cache import Cache, Unit, Units, WorkList
+from sana_pipe.data.cache.contradictions import contradictions
+from sana_pipe.data.cache.encodings import Encoding
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.findings import Finding
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.lost import repair_documents
+from sana_pipe.data.cache.snapshot_lists import publish
+from sana_pipe.data.cache.status import status
+from sana_pipe.data.encoders import vae as encoders
+from sana_pipe.data.encoders.text import TextEncoder
+from sana_pipe.data.encoding import repair, unit_records
+from sana_pipe.data.signals.text import TextEncoding
 from tests.support import synthetic, tiny_cache
 from tests.support.damage import flip
 from tests.support.messages import naming
@@ -133,21 +133,21 @@ def test_harm_to_one_of_the_two_changes_nothing_is_named_and_put_right(config: C
     assert {name.partition("/")[0] for name in names} == {*layout.DOCUMENTS, Paths.FORMAT} - {"units"}
     for name in names:
         HARM[how](root / name)
-        damaged = stages.status.run(config)
+        damaged = sana_pipe.stages.status.run(config)
         result = status(Cache(config.cache))
         assert damaged == (4 if result["damaged"] else 0) and {**result, "damaged": {}, "complete": True} == {
             **answer,
             "free_bytes": result["free_bytes"],
         }
         assert not list(contradictions(Cache(config.cache))), "a copy is as good"
-        assert stages.gc.run(config, older_than_hours=0) == 0
+        assert sana_pipe.stages.gc.run(config, older_than_hours=0) == 0
         assert [finding.path for finding in audit.verify_documents(Cache(config.cache))] == [name]
-        assert stages.verify.run(config, repair=True) == 0
+        assert sana_pipe.stages.verify.run(config, repair=True) == 0
         assert content(root) == whole
         HARM[how](root / Paths.copy(name))
         printed = [finding.path for finding in audit.verify_documents(Cache(config.cache))]
         assert printed == [Paths.copy(name)]
-        assert stages.verify.run(config, repair=True) == 0
+        assert sana_pipe.stages.verify.run(config, repair=True) == 0
         assert content(root) == whole
 
 
@@ -158,14 +158,14 @@ def test_encode_and_bucket_put_right_what_they_meet(config: Config, photos: Path
     whole = content(root)
     for number, name in enumerate(documents(root)):
         HARM[how](root / (name if number % 2 else Paths.copy(name)))
-    stages.encode.run(config, data=str(photos))
-    snapshot = stages.bucket.run(config)
+    sana_pipe.stages.encode.run(config, data=str(photos))
+    snapshot = sana_pipe.stages.bucket.run(config)
     assert not encoded
     assert Paths.snapshot(snapshot) in whole
     left = [finding.path for finding in audit.verify_documents(Cache(config.cache))]
     assert all(path.startswith("copies/") for path in left), "damaged copies alone are not looked at"
     assert how != "lost" or content(root) == whole
-    assert stages.verify.run(config, repair=True) == 0
+    assert sana_pipe.stages.verify.run(config, repair=True) == 0
     assert content(root) == whole
 
 
@@ -181,9 +181,9 @@ def test_a_cache_without_copies_gets_them(config: Config) -> None:
     root = Path(config.cache)
     whole = content(root)
     shutil.rmtree(root / "copies")
-    assert stages.verify.run(config) == 4 and stages.status.run(config) == 0
+    assert sana_pipe.stages.verify.run(config) == 4 and sana_pipe.stages.status.run(config) == 0
     assert not (root / "copies").exists()
-    assert stages.verify.run(config, repair=True) == 0
+    assert sana_pipe.stages.verify.run(config, repair=True) == 0
     assert content(root) == whole
 
 
@@ -217,12 +217,12 @@ def test_what_is_lost_with_its_copy_is_named_and_encode_and_bucket_make_it_again
         for place in (name, Paths.copy(name)):
             HARM[how](root / place)
     if folder != Paths.FORMAT:
-        assert stages.status.run(config) in (0, 1, 4)
-        assert stages.verify.run(config) == 4 or (how == "lost" and folder in ("sources", "prompts"))
-        stages.verify.run(config, repair=True)
-    stages.encode.run(config, data=str(photos))
-    stages.bucket.run(config)
-    assert stages.verify.run(config) == stages.status.run(config) == 0
+        assert sana_pipe.stages.status.run(config) in (0, 1, 4)
+        assert sana_pipe.stages.verify.run(config) == 4 or (how == "lost" and folder in ("sources", "prompts"))
+        sana_pipe.stages.verify.run(config, repair=True)
+    sana_pipe.stages.encode.run(config, data=str(photos))
+    sana_pipe.stages.bucket.run(config)
+    assert sana_pipe.stages.verify.run(config) == sana_pipe.stages.status.run(config) == 0
     assert len(Cache(config.cache).open_snapshot()) == 12
     if how == "flipped" and folder != Paths.FORMAT:
         assert [path for path in root.glob("damaged/**/*") if path.is_file()], "nothing damaged is thrown away"
@@ -306,13 +306,13 @@ def test_a_table_that_is_lost_with_its_copy_is_named_and_encode_makes_it_again(
     for place in (table, Paths.copy(table)):
         HARM[how](cache.root / place)
     capsys.readouterr()
-    assert stages.verify.run(config, as_json=True) == 4
+    assert sana_pipe.stages.verify.run(config, as_json=True) == 4
     result = {finding["path"]: finding["fix"] for finding in last(capsys)["findings"]}
     assert result[table] == (layout.ENCODE if of.startswith("sources") else layout.REPAIR)
-    assert stages.verify.run(config, repair=True) == 4
-    stages.encode.run(config, data=str(photos))
-    stages.bucket.run(config)
-    assert stages.verify.run(config) == 0
+    assert sana_pipe.stages.verify.run(config, repair=True) == 4
+    sana_pipe.stages.encode.run(config, data=str(photos))
+    sana_pipe.stages.bucket.run(config)
+    assert sana_pipe.stages.verify.run(config) == 0
 
 
 def test_another_intact_document_in_place_of_any_is_noticed_and_replaced(tmp_path: Path) -> None:
@@ -367,41 +367,41 @@ def test_a_merged_table_is_made_again_from_its_shards(tiny: Cache) -> None:
 def test_an_older_scan_or_name_that_is_lost_says_what_its_successor_says(config: Config) -> None:
     cache = Cache(config.cache)
     cache.add_scan("photos", {**(cache.last_scan("photos") or {}), "root": "elsewhere"})
-    newest = stages.bucket.run(halved(config))
+    newest = sana_pipe.stages.bucket.run(halved(config))
     for folder in ("sources/photos", "names/latest"):
         lose(cache.root, f"{folder}/00000000.json")
         assert folder in [finding.path for finding in audit.verify_documents(cache)]
         with pytest.raises(IntegrityError):
             cache.files.numbers(folder)
-    assert stages.verify.run(config, repair=True) == 0
+    assert sana_pipe.stages.verify.run(config, repair=True) == 0
     assert (cache.last_scan("photos") or {})["root"] == "elsewhere" and cache.snapshot_of("latest") == newest
 
 
 def test_a_damaged_snapshot_stands_in_nobodys_way(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     """Damage to a named snapshot's head in both places: everything else goes on, and `bucket` makes another."""
-    root, first = Path(config.cache), stages.bucket.run(config, name="one")
-    second = stages.bucket.run(halved(config))
+    root, first = Path(config.cache), sana_pipe.stages.bucket.run(config, name="one")
+    second = sana_pipe.stages.bucket.run(halved(config))
     assert first != second
     name = Paths.snapshot(first)
     for place in (name, Paths.copy(name)):
         HARM["cut"](root / place)
     capsys.readouterr()
-    assert stages.status.run(config, as_json=True) == 4
+    assert sana_pipe.stages.status.run(config, as_json=True) == 4
     result = last(capsys)
     assert list(result["damaged"]) == ["names/one"] and result["snapshots"]["latest"] == second
-    assert stages.snapshots.run(config, as_json=True) == 4
+    assert sana_pipe.stages.snapshots.run(config, as_json=True) == 4
     assert [(e["id"], "damaged" in e) for e in last(capsys)["snapshots"]] == [(first, True), (second, False)]
-    assert stages.verify.run(config, as_json=True) == 4
+    assert sana_pipe.stages.verify.run(config, as_json=True) == 4
     assert [finding["path"] for finding in last(capsys)["findings"]] == [name]
     assert [finding.path for finding in contradictions(Cache(config.cache))] == [name]
     assert len(Cache(config.cache).open_snapshot()) == 12
     with pytest.raises(UserError, match=naming("--move")):
-        stages.bucket.run(config, name="one")
-    assert stages.bucket.run(config, name="one", move=True) != second
+        sana_pipe.stages.bucket.run(config, name="one")
+    assert sana_pipe.stages.bucket.run(config, name="one", move=True) != second
     for path in (root / name, root / Paths.copy(name)):
         os.utime(path, (1, 1))
-    assert stages.gc.run(config, yes=True) == 0 and not (root / name).exists()
-    assert stages.verify.run(config) == 0
+    assert sana_pipe.stages.gc.run(config, yes=True) == 0 and not (root / name).exists()
+    assert sana_pipe.stages.verify.run(config) == 0
 
 
 @pytest.mark.parametrize("what", ["shards/latent-*/*/*.tar", "shards/text-*/*/*.tar", "samples", "sources"])
@@ -415,16 +415,16 @@ def test_a_torn_copy_is_noticed_without_reading_it(config: Config, what: str, ho
         "sources": lambda: Paths.table(head.sources["photos"], "parquet"),
     }
     path = cache.root / named[what]() if what in named else next(cache.root.glob(what))
-    assert stages.status.run(config) == 0
+    assert sana_pipe.stages.status.run(config) == 0
     HARM[how](path)
-    assert stages.status.run(config) == IntegrityError.exit_code
+    assert sana_pipe.stages.status.run(config) == IntegrityError.exit_code
     before = content(cache.root / "names")
     if what == "samples":
-        stages.bucket.run(config)
-        assert stages.status.run(config) == 0
+        sana_pipe.stages.bucket.run(config)
+        assert sana_pipe.stages.status.run(config) == 0
     else:
         with pytest.raises(IntegrityError) as error:
-            stages.bucket.run(config, name="another")
+            sana_pipe.stages.bucket.run(config, name="another")
         assert path.name in str(error.value)
         assert content(cache.root / "names") == before, "no name points to what is not there"
 
@@ -433,10 +433,10 @@ def test_an_older_snapshot_is_looked_at_too(tmp_path: Path) -> None:
     """A shard with bytes behind its end. The table of a scan that is not the last any more is for reports alone."""
     of = synthetic.config(tmp_path / "cache")
     cache = synthetic.add(of, "one", synthetic.pictures(4))
-    stages.bucket.run(of, name="old")
+    sana_pipe.stages.bucket.run(of, name="old")
     old = cache.open_snapshot("old").head
     synthetic.add(of, "one", synthetic.pictures(8))
-    stages.bucket.run(of)
+    sana_pipe.stages.bucket.run(of)
     assert not status(cache)["damaged"]
     cache.files.remove(Paths.table(old.sources["one"], "parquet"))
     assert not status(cache)["damaged"]
@@ -462,7 +462,7 @@ def test_repair_loads_one_encoder_at_a_time(config: Config, monkeypatch: pytest.
             return made
 
         monkeypatch.setattr(cls, "load", load)
-    assert stages.verify.run(config, repair=True) == 0
+    assert sana_pipe.stages.verify.run(config, repair=True) == 0
     assert len(alive) == 2
 
 
@@ -480,7 +480,7 @@ def test_what_verify_has_found_is_printed_before_it_ends(
 
     monkeypatch.setattr(audit, "verify_snapshot", stopped)
     with pytest.raises(KeyboardInterrupt):
-        stages.verify.run(config)
+        sana_pipe.stages.verify.run(config)
 
 
 # ---------------------------------------------------------------- contradictions
@@ -581,13 +581,13 @@ def test_a_lost_plan_of_a_pack_stops_gc_until_its_units_are_set_aside(tmp_path: 
     assert finding.path.startswith("plans/packed-") if lost == "plan" else finding.path == table
     if lost == "plan":
         with pytest.raises(IntegrityError, match=naming(finding.path, "verify --repair")):
-            stages.gc.run(config, yes=True, older_than_hours=0)
+            sana_pipe.stages.gc.run(config, yes=True, older_than_hours=0)
         assert content(cache.root) == before
     else:
-        stages.gc.run(config, yes=True, older_than_hours=0)
+        sana_pipe.stages.gc.run(config, yes=True, older_than_hours=0)
         assert {name for name in before if "packed-" in name} <= {*content(cache.root)}
-    stages.verify.run(config, repair=True)
-    assert stages.gc.run(config, yes=True, older_than_hours=0) == stages.verify.run(config) == 0
+    sana_pipe.stages.verify.run(config, repair=True)
+    assert sana_pipe.stages.gc.run(config, yes=True, older_than_hours=0) == sana_pipe.stages.verify.run(config) == 0
     assert cache.open_snapshot("packed").id == packed.id
     cache.point("latest", source)
     assert pack(cache, name="packed").id == packed.id and not list(audit.verify(cache))
@@ -626,24 +626,24 @@ def test_a_snapshot_with_a_damaged_table_can_be_done_without(tmp_path: Path, dam
     """So has its copy, and its source has changed since."""
     of = synthetic.config(tmp_path / "cache")
     cache = synthetic.add(of, "one", synthetic.pictures(4))
-    old = cache.open_snapshot(stages.bucket.run(of, name="old")).head
+    old = cache.open_snapshot(sana_pipe.stages.bucket.run(of, name="old")).head
     synthetic.add(of, "one", synthetic.pictures(8))
-    new = cache.open_snapshot(stages.bucket.run(of)).head
+    new = cache.open_snapshot(sana_pipe.stages.bucket.run(of)).head
     tables = {"lists": old.lists() - new.lists(), "chunks": old.tables() - old.lists() - new.tables()}
     table = Paths.table(sorted(tables[damaged])[0], "arrow")
     for place in (table, Paths.copy(table)):
         HARM["flipped"](cache.root / place)
-    stages.bucket.run(of)
+    sana_pipe.stages.bucket.run(of)
     found = {finding.path: finding.fix for finding in audit.verify(Cache(of.cache))}
     again = found[table]
     assert again.startswith("sana-pipe bucket --name old --move")
     assert found == {table: again, Paths.copy(table): again}
     if damaged == "lists":
         with pytest.raises(IntegrityError, match=naming(table, layout.REPAIR)):
-            stages.gc.run(of, yes=True, older_than_hours=0)
+            sana_pipe.stages.gc.run(of, yes=True, older_than_hours=0)
     cache.forget_name("old")
     assert {finding.fix for finding in audit.verify(Cache(of.cache))} == {"sana-pipe gc --yes"}
-    stages.gc.run(of, yes=True, older_than_hours=0)
+    sana_pipe.stages.gc.run(of, yes=True, older_than_hours=0)
     assert not list(audit.verify(Cache(of.cache)))
 
 
@@ -652,13 +652,13 @@ def test_a_damaged_list_of_a_pack_hides_no_other_damage(tmp_path: Path, kind: st
     """Nor is it in the way: its copy is read."""
     of = synthetic.config(tmp_path / "cache")
     cache = synthetic.add(of, "one", synthetic.pictures(4))
-    stages.bucket.run(of)
+    sana_pipe.stages.bucket.run(of)
     packed = pack(cache, name="packed").head
     lists = {kind: names.entry.table for kind, names in packed.shards.items()}
     HARM["flipped"](cache.root / Paths.table(lists[kind], "arrow"))
     found = [finding.path for finding in audit.verify(Cache(of.cache))]
     assert found == [Paths.table(lists[kind], "arrow")]
-    assert stages.verify.run(of, repair=True) == 0
+    assert sana_pipe.stages.verify.run(of, repair=True) == 0
 
 
 def test_a_damaged_record_table_of_a_pack_is_read_out_of_its_shard(tmp_path: Path) -> None:
@@ -669,7 +669,7 @@ def test_a_damaged_record_table_of_a_pack_is_read_out_of_its_shard(tmp_path: Pat
     good = table.read_bytes()
     for how in ("lost", "flipped"):
         HARM[how](table)
-        assert stages.verify.run(load("tiny", [f"cache={cache.root}"]), repair=True) == 0
+        assert sana_pipe.stages.verify.run(load("tiny", [f"cache={cache.root}"]), repair=True) == 0
         assert table.read_bytes() == good
 
 

@@ -15,19 +15,19 @@ import pyarrow as pa
 import pytest
 from PIL import Image, ImageDraw
 
-import stages.bucket
-import stages.encode
-import stages.report
-import stages.view
-from pipeline.base.errors import UserError
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.keys import sample_ids
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.snapshots import duplicates, heldout, selection
-from pipeline.data.snapshots.duplicates import Duplicates, Named
-from pipeline.data.snapshots.frames import Frame
-from pipeline.data.snapshots.join import Joined
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.report
+import sana_pipe.stages.view
+from sana_pipe.base.errors import UserError
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.keys import sample_ids
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.snapshots import duplicates, heldout, selection
+from sana_pipe.data.snapshots.duplicates import Duplicates, Named
+from sana_pipe.data.snapshots.frames import Frame
+from sana_pipe.data.snapshots.join import Joined
 from tests.support.reports import collect
 
 MakeConfig = Callable[..., Config]
@@ -62,7 +62,7 @@ def source(photos: Path, made_once: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def encoded(source: Path, make_config: MakeConfig, made_once: Callable[..., Path]) -> Path:
     def make(folder: Path) -> None:
-        stages.encode.run(make_config(folder, SIGNALS), data=str(source))
+        sana_pipe.stages.encode.run(make_config(folder, SIGNALS), data=str(source))
 
     return made_once("duplicates-encoded", make) / "cache"
 
@@ -80,7 +80,7 @@ def bucket(config: Callable[..., Config], capsys: pytest.CaptureFixture[str]) ->
     def run(*options: str) -> tuple[set[str], Any]:
         of = config(*options)
         capsys.readouterr()
-        snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of, as_json=True))
+        snapshot = Cache(of.cache).open_snapshot(sana_pipe.stages.bucket.run(of, as_json=True))
         report = json.loads(capsys.readouterr().out)
         return {snapshot.source_item(row)[1] for row in range(len(snapshot))}, report
 
@@ -122,14 +122,16 @@ def test_pictures_with_too_little_detail_are_counted_and_named(
     assert {"logo.png", "logo-small.png"} <= left, "they are not compared"
     assert groups["not_compared"]["pictures"] == 2 and set(groups["not_compared"]["examples"]) == flat
     assert {row["picture"] for row in listed(groups["list"]) if row["stays"] == "not compared"} == flat
-    stages.bucket.run(config("bucket.dedup=near"), dry_run=True)
+    sana_pipe.stages.bucket.run(config("bucket.dedup=near"), dry_run=True)
     assert "2 pictures have too little detail" in capsys.readouterr().out
     said = {}
     for name in ("logo.png", "coffee.png"):
-        stages.view.run(config(), next(item for item in left if item.startswith(name[:4])), as_json=True, near=True)
+        sana_pipe.stages.view.run(
+            config(), next(item for item in left if item.startswith(name[:4])), as_json=True, near=True
+        )
         said[name] = json.loads(capsys.readouterr().out)["too_little_detail"]
     assert said == {"logo.png": {"this": True, "others": 1}, "coffee.png": {"this": False, "others": 2}}
-    stages.view.run(config(), "logo.png", near=True)
+    sana_pipe.stages.view.run(config(), "logo.png", near=True)
     assert "this picture has too little detail" in capsys.readouterr().out
     assert collect(config())[0]["snapshot"]["not_compared"].startswith("2 pictures")
 
@@ -181,7 +183,7 @@ def test_a_picture_that_is_kept_by_name_is_on_the_side_of_its_group(
     for keep in ([], CUPS):
         of = config("bucket.dedup=near", f"bucket.heldout={share}", f"bucket.dedup_keep={json.dumps(keep)}")
         cache = Cache(of.cache)
-        train = cache.open_snapshot(stages.bucket.run(of))
+        train = cache.open_snapshot(sana_pipe.stages.bucket.run(of))
         part = cache.open_snapshot("latest.heldout")
         sides.append([{each.source_item(row)[1] for row in range(len(each))} for each in (train, part)])
         assert (train.head.policies.heldout.distance is None) == (not keep)  # type: ignore[union-attr]
@@ -194,7 +196,7 @@ def test_names_that_keep_nothing_are_refused_or_noted(
     bucket: Callable[..., tuple[set[str], Any]], config: Callable[..., Config], encoded: Path, make_config: MakeConfig
 ) -> None:
     with pytest.raises(UserError, match="cofee-small") as refused:
-        stages.bucket.run(config("bucket.dedup=near", "bucket.dedup_keep=[cofee-small.jpg]"), dry_run=True)
+        sana_pipe.stages.bucket.run(config("bucket.dedup=near", "bucket.dedup_keep=[cofee-small.jpg]"), dry_run=True)
     assert "coffee-small.jpg" in str(refused.value.expected)
     options = ("bucket.dedup=near", "bucket.filter=item <> 'rocket.png'")
     _, report = bucket(*options, "bucket.dedup_keep=[rocket.png, logo.png, coffee-soft.jpg, coffee.png]")
@@ -207,11 +209,11 @@ def test_names_that_keep_nothing_are_refused_or_noted(
 def test_a_name_of_two_sources_asks_for_the_source(
     source: Path, config: Callable[..., Config], bucket: Callable[..., tuple[set[str], Any]]
 ) -> None:
-    stages.encode.run(config(), data=str(source), source_name="other")
+    sana_pipe.stages.encode.run(config(), data=str(source), source_name="other")
     with pytest.raises(UserError, match="2 pictures") as refused:
-        stages.bucket.run(config("bucket.dedup=near", "bucket.dedup_keep=[coffee.png]"), dry_run=True)
+        sana_pipe.stages.bucket.run(config("bucket.dedup=near", "bucket.dedup_keep=[coffee.png]"), dry_run=True)
     assert "other: coffee.png" in str(refused.value.found)
-    stages.bucket.run(config("bucket.dedup=near", 'bucket.dedup_keep=["other: coffee.png"]'), name="kept")
+    sana_pipe.stages.bucket.run(config("bucket.dedup=near", 'bucket.dedup_keep=["other: coffee.png"]'), name="kept")
     snapshot = Cache(config().cache).open_snapshot("kept")
     names = {snapshot.source_item(row) for row in range(len(snapshot))}
     assert ("other", "coffee.png") in names and any(each[0] == "all" and each[1] in CUPS for each in names)
@@ -229,7 +231,7 @@ def test_many_groups_are_listed_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch
     frame = _frame(items[number])
     keys = np.array([b"%016d" % group[n] for n in number], "S16")
     monkeypatch.setattr(duplicates, "AT_A_TIME", 7)
-    monkeypatch.setattr("pipeline.data.snapshots.frames.ROWS", 50)
+    monkeypatch.setattr("sana_pipe.data.snapshots.frames.ROWS", 50)
     groups = Duplicates("near", joined, frame)
     _, _ = selection.deduplicated(joined, frame, [], selection.Earlier(Scratch()), keys, listed=groups)
     files = Cache(tmp_path / "cache", create=True).files

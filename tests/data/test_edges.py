@@ -13,32 +13,32 @@ import pyarrow as pa
 import pytest
 import torch
 
-import stages.bucket
-from pipeline.base.errors import UserError
-from pipeline.data.cache import codec, index, layout, shard
-from pipeline.data.cache.cache import Cache, Unit, WorkList
-from pipeline.data.cache.keys import as_keys
-from pipeline.data.cache.scan_table import SCAN
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.cache.snapshot_head import BucketPart
-from pipeline.data.encoding import plan as planning
-from pipeline.data.encoding import scan as scanning
-from pipeline.data.encoding import unit_records
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.encoding.last_scan import unchanged_row
-from pipeline.data.encoding.scan import check_unique
-from pipeline.data.images import buckets
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.snapshots import join, selection
-from pipeline.data.snapshots.filters import Filter
-from pipeline.data.snapshots.frames import Frame, FrameColumns
-from pipeline.data.snapshots.join import ENCODE, Joined, Resolution, usable, without_policy
-from pipeline.data.sources import caption_columns, sidecars, tars
-from pipeline.data.sources.caption_columns import MAX_COLUMNS, CaptionCandidate, CaptionRule
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.folder import FolderSource
-from pipeline.data.sources.reject_kinds import EXAMPLES, Kinds
-from pipeline.data.work import engine
+import sana_pipe.stages.bucket
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.cache import codec, index, layout, shard
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.data.cache.keys import as_keys
+from sana_pipe.data.cache.scan_table import SCAN
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.cache.snapshot_head import BucketPart
+from sana_pipe.data.encoding import plan as planning
+from sana_pipe.data.encoding import scan as scanning
+from sana_pipe.data.encoding import unit_records
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.encoding.last_scan import unchanged_row
+from sana_pipe.data.encoding.scan import check_unique
+from sana_pipe.data.images import buckets
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.snapshots import join, selection
+from sana_pipe.data.snapshots.filters import Filter
+from sana_pipe.data.snapshots.frames import Frame, FrameColumns
+from sana_pipe.data.snapshots.join import ENCODE, Joined, Resolution, usable, without_policy
+from sana_pipe.data.sources import caption_columns, sidecars, tars
+from sana_pipe.data.sources.caption_columns import MAX_COLUMNS, CaptionCandidate, CaptionRule
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.folder import FolderSource
+from sana_pipe.data.sources.reject_kinds import EXAMPLES, Kinds
+from sana_pipe.data.work import engine
 from tests.support.constants import constants, unit_sizes
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
@@ -302,7 +302,7 @@ def test_a_unit_is_as_large_as_it_may_be(tmp_path: Path) -> None:
     assert [unit.count for unit in plans[0].units] == [6, 1]
     for number, (height, counts) in enumerate(((4096, [1, 1, 1]), (2048, [2, 1]), (2040, [2, 1]), (8192, [1, 1, 1]))):
         cache = Cache(tmp_path / f"large{number}", create=True)  # 1 MiB a latent of 4096 x 2048
-        with constants({"pipeline.data.encoding.plan.UNIT_BYTES": 1 << 20}):
+        with constants({"sana_pipe.data.encoding.plan.UNIT_BYTES": 1 << 20}):
             plans = planning.plan_images(cache, LATENT, large([1, 2, 3], height, 2048), EncodeConfig())
         assert [unit.count for unit in plans[0].units] == counts
 
@@ -566,7 +566,7 @@ def test_a_bucket_of_exactly_one_batch_stays(tmp_path: Path, capsys: pytest.Capt
     ]
     of = config(tmp_path / "cache", "bucket.remainder=drop")
     add(of, "one", many)
-    snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    snapshot = Cache(of.cache).open_snapshot(sana_pipe.stages.bucket.run(of))
     assert [(b.height, b.width, b.samples) for b in snapshot.buckets] == [(16, 32, 4)]
     keep = "(keep them: bucket.remainder=carry, or a smaller bucket.batch)"
     reason = f"bucket 16x24 has fewer samples than one batch of 4 {keep}"
@@ -574,7 +574,7 @@ def test_a_bucket_of_exactly_one_batch_stays(tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
     for small in ("drop", "carry"):
         settings = config(tmp_path / "cache", f"bucket.remainder={small}")
-        stages.bucket.run(settings, dry_run=True, as_json=True)
+        sana_pipe.stages.bucket.run(settings, dry_run=True, as_json=True)
         notes = {row["samples"]: row["note"] for row in json.loads(capsys.readouterr().out)["buckets"]}
         assert notes[4] == "" and notes[3]
 
@@ -590,7 +590,7 @@ def test_a_caption_without_weight_is_not_in_a_snapshot(tmp_path: Path) -> None:
             dataclasses.replace(two, captions=(("b", 1.0), ("c", 0.5))),
         ],
     )
-    snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    snapshot = Cache(of.cache).open_snapshot(sana_pipe.stages.bucket.run(of))
     weights = {
         snapshot.source_item(row)[1]: [caption.weight for caption in snapshot.sample(row).captions]
         for row in range(len(snapshot))
@@ -610,7 +610,7 @@ def test_a_sample_that_lacks_one_of_two_captions_stays_and_is_counted(
     rows[0]["captions"][1]["text"] = "never encoded"
     rows[1]["captions"] = []
     cache.add_scan("one", {**body, "table": cache.put_table(pa.Table.from_pylist(rows, schema=SCAN))})
-    snapshot = cache.open_snapshot(stages.bucket.run(of))
+    snapshot = cache.open_snapshot(sana_pipe.stages.bucket.run(of))
     (lacks, one), (none, other) = sorted(snapshot.head.left_out.items())
     assert (len(snapshot), one, other) == (2, 1, 1)
     assert "one of several captions" in lacks and none.startswith("its caption is not encoded")
@@ -630,7 +630,7 @@ def test_the_reject_of_a_second_caption_is_the_reason_where_the_first_is_absent(
     rows = cache.table(body["table"]).to_pylist()
     rows[0]["captions"] = [{"text": text, "weight": 1.0} for text in ("never encoded", "bad")]
     cache.add_scan("one", {**body, "table": cache.put_table(pa.Table.from_pylist(rows, schema=SCAN))})
-    head = cache.open_snapshot(stages.bucket.run(of)).head
+    head = cache.open_snapshot(sana_pipe.stages.bucket.run(of)).head
     assert head.left_out == {"caption rejected while encoding: not finite": 1}
 
 
@@ -642,7 +642,7 @@ def test_a_bucket_without_samples_of_a_weight_has_no_part_for_it(tmp_path: Path)
     of = config(tmp_path / "cache", "bucket.sources={one: {weight: 2}}")
     add(of, "one", shaped(4, "one-", 16, 24))
     cache = add(of, "two", shaped(5, "two-", 16, 32))
-    result = {bucket.width: bucket.parts for bucket in cache.open_snapshot(stages.bucket.run(of)).buckets}
+    result = {bucket.width: bucket.parts for bucket in cache.open_snapshot(sana_pipe.stages.bucket.run(of)).buckets}
     assert result == {24: (BucketPart(4, Fraction(2)),), 32: None}
 
 
@@ -651,18 +651,18 @@ def test_growth_keeps_parts_together_and_old_samples_first_in_each(tmp_path: Pat
     add(config(root), "one", [*shaped(3, "few-", 16, 24), *shaped(8, "one-", 16, 32)])
     drop = ("bucket.remainder=drop", "bucket.batch=4")
     cache = Cache(root)
-    old = cache.open_snapshot(stages.bucket.run(config(root, *drop), name="old"))
+    old = cache.open_snapshot(sana_pipe.stages.bucket.run(config(root, *drop), name="old"))
     add(config(root), "three", shaped(8, "three-", 16, 32))
     three = {layout.sample_id("three", one.item) for one in pictures(8, "three-")}
     weighted = config(root, *drop, "bucket.grow=old", "bucket.sources={three: {weight: 2}}")
-    stages.bucket.run(weighted, name="middle")
+    sana_pipe.stages.bucket.run(weighted, name="middle")
     add(config(root), "two", shaped(8, "two-", 16, 32))
-    grown = cache.open_snapshot(stages.bucket.run(config(root, *drop, "bucket.grow=middle", weights)))
+    grown = cache.open_snapshot(sana_pipe.stages.bucket.run(config(root, *drop, "bucket.grow=middle", weights)))
     result = [grown.sample_id(row) for row in range(len(grown))]
     assert result[16:] == [old.sample_id(row) for row in range(8)], "their weight is the smaller one"
     assert set(result[:8]) == three
     plain = config(root, *drop, "bucket.grow=old")
-    grown = cache.open_snapshot(stages.bucket.run(plain))
+    grown = cache.open_snapshot(sana_pipe.stages.bucket.run(plain))
     assert [grown.sample_id(row) for row in range(8)] == [old.sample_id(row) for row in range(8)]
 
 

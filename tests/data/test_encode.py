@@ -22,20 +22,20 @@ import pytest
 import torch
 from PIL import Image
 
-import stages.bucket
-import stages.encode
-import stages.verify
-from pipeline.base.errors import CacheError, RejectRateError, UserError
-from pipeline.config import Config
-from pipeline.data.cache import audit, index, layout, shard
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.keys import key_bytes
-from pipeline.data.encoders import vae as encoders
-from pipeline.data.encoders.frozen import NonFiniteOutputError
-from pipeline.data.encoders.text import TextEncoder
-from pipeline.data.images import vips_decoder
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.sources.folder import FolderSource
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.verify
+from sana_pipe.base.errors import CacheError, RejectRateError, UserError
+from sana_pipe.config import Config
+from sana_pipe.data.cache import audit, index, layout, shard
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.keys import key_bytes
+from sana_pipe.data.encoders import vae as encoders
+from sana_pipe.data.encoders.frozen import NonFiniteOutputError
+from sana_pipe.data.encoders.text import TextEncoder
+from sana_pipe.data.images import vips_decoder
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.sources.folder import FolderSource
 from tests.support import tiny_models
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.loading import loader_settings
@@ -79,7 +79,7 @@ def test_a_second_run_encodes_nothing(start: Config, source: Path, monkeypatch: 
     before = files(Path(start.cache))
     no_models(monkeypatch)
     # copied pictures have their old times; the bytes are the same, so a rehash finds nothing new either
-    assert stages.encode.run(start, data=str(source), rehash=True)["images"] == 0
+    assert sana_pipe.stages.encode.run(start, data=str(source), rehash=True)["images"] == 0
     after = files(Path(start.cache))
     new = set(after) - set(before)
     assert {p.split("/")[0] for p in new} <= {"copies", "sources", "tables"}
@@ -89,31 +89,36 @@ def test_a_second_run_encodes_nothing(start: Config, source: Path, monkeypatch: 
 def test_ten_more_pictures_encode_ten(start: Config, source: Path) -> None:
     for seed in range(10):
         picture(source / f"more-{seed}.png", seed)
-    done = stages.encode.run(start, data=str(source))
+    done = sana_pipe.stages.encode.run(start, data=str(source))
     assert (done["images"], done["captions"], done["rejects"]) == (10, 10, 0)
-    again = stages.encode.run(start, data=str(source))
+    again = sana_pipe.stages.encode.run(start, data=str(source))
     assert (again["images"], again["captions"]) == (0, 0)
 
 
 def test_a_changed_caption_encodes_that_caption(start: Config, source: Path) -> None:
     (source / "coffee.txt").write_text("an empty cup")
-    done = stages.encode.run(start, data=str(source))
+    done = sana_pipe.stages.encode.run(start, data=str(source))
     assert (done["images"], done["captions"]) == (0, 1)
 
 
 def test_a_later_run_reads_a_source_as_it_was_read(
     start: Config, source: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = stages.encode.run(make_config(tmp_path, "data.caption_prefix='sks, '"), data=str(source))
+    done = sana_pipe.stages.encode.run(make_config(tmp_path, "data.caption_prefix='sks, '"), data=str(source))
     assert done["new"] == {"images": 0, "captions": 12} and done["captions"] == 12 + 4, "the trigger word in contexts"
     no_models(monkeypatch)
-    again = stages.encode.run(start, data=str(source))
+    again = sana_pipe.stages.encode.run(start, data=str(source))
     assert again["new"] == {"images": 0, "captions": 0}
     cache = Cache(start.cache)
     table = cache.table((cache.last_scan("photos") or {})["table"])
     texts = [caption["text"] for captions in table.column("captions").to_pylist() for caption in captions]
     assert texts and all(text.startswith("sks, ") for text in texts)
-    assert stages.encode.run(make_config(tmp_path, "data.caption_prefix=''"), data=str(source))["new"]["captions"] == 0
+    assert (
+        sana_pipe.stages.encode.run(make_config(tmp_path, "data.caption_prefix=''"), data=str(source))["new"][
+            "captions"
+        ]
+        == 0
+    )
     table = cache.table((cache.last_scan("photos") or {})["table"])
     assert "sks" not in str(table.column("captions").to_pylist())
 
@@ -128,9 +133,9 @@ def test_another_mixture_of_captions_encodes_the_new_ones_alone(tmp_path: Path, 
     found = []
     for name, weights, encoded in (("long", "{long: 1}", (2, 3)), ("mixed", "{long: 3, short: 1}", (0, 2))):
         config = make_config(tmp_path, "bucket.batch=2", f"data.caption_weights={weights}")
-        done = stages.encode.run(config, data=str(tmp_path / "pictures"))
+        done = sana_pipe.stages.encode.run(config, data=str(tmp_path / "pictures"))
         assert (done["images"], done["captions"]) == encoded, "with the null record"
-        stages.bucket.run(config, name=name)
+        sana_pipe.stages.bucket.run(config, name=name)
         found.append(Cache(config.cache).open_snapshot(name))
     assert [sorted(caption.weight for caption in snapshot.sample(0).captions) for snapshot in found] == [
         [1.0],
@@ -142,7 +147,7 @@ def test_a_changed_picture_encodes_that_picture(start: Config, source: Path) -> 
     path = next(p for p in source.iterdir() if p.stem == "coffee" and p.suffix != ".txt")
     with Image.open(path) as image:
         image.convert("RGB").transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
-    done = stages.encode.run(start, data=str(source))
+    done = sana_pipe.stages.encode.run(start, data=str(source))
     assert (done["images"], done["captions"]) == (1, 0)
 
 
@@ -150,9 +155,9 @@ def test_an_equal_picture_and_caption_is_encoded_once(start: Config, source: Pat
     path = next(p for p in source.iterdir() if p.stem == "coffee" and p.suffix != ".txt")
     shutil.copy(path, source / f"twin{path.suffix}")
     (source / "twin.txt").write_text((source / "coffee.txt").read_text().upper() + "\n")  # the same once normalised
-    done = stages.encode.run(start, data=str(source))
+    done = sana_pipe.stages.encode.run(start, data=str(source))
     assert (done["images"], done["captions"]) == (0, 0)
-    stages.bucket.run(start)
+    sana_pipe.stages.bucket.run(start)
     assert len(Cache(start.cache).open_snapshot()) == 13
 
 
@@ -162,7 +167,7 @@ def test_a_scan_without_items_says_nothing_about_the_data_set(start: Config, sou
     assert last is not None
     empty = cache.table(last["table"]).slice(0, 0)
     cache.add_scan("photos", {**last, "root": "/elsewhere", "table": cache.put_table(empty)})
-    assert stages.encode.run(start, data=str(source))["images"] == 0
+    assert sana_pipe.stages.encode.run(start, data=str(source))["images"] == 0
     assert len(cache.table(cache.last_scan("photos")["table"])) == len(cache.table(last["table"]))  # type: ignore[index]
 
 
@@ -179,11 +184,11 @@ def test_other_weights_are_another_encoding_and_delete_nothing(
     tensors[name] = tensors[name] + 0.01
     save_file(tensors, weights)
     config = make_config(tmp_path, f"vae.id={other}")
-    done = stages.encode.run(config, data=str(source))
+    done = sana_pipe.stages.encode.run(config, data=str(source))
     assert (done["images"], done["captions"]) == (12, 0)
     assert all(files(Path(start.cache))[name] == data for name, data in before.items())
     moved = Path(shutil.move(other, tmp_path / "moved"))  # a moved model folder is the same encoding
-    done = stages.encode.run(make_config(tmp_path, f"vae.id={moved}"), data=str(source))
+    done = sana_pipe.stages.encode.run(make_config(tmp_path, f"vae.id={moved}"), data=str(source))
     assert done["images"] == 0
 
 
@@ -191,11 +196,11 @@ def test_another_instruction_encodes_the_captions_only(
     start: Config, source: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_config(tmp_path, "text.instruction='Describe: '")
-    done = stages.encode.run(config, data=str(source))
+    done = sana_pipe.stages.encode.run(config, data=str(source))
     assert (done["images"], done["captions"]) == (0, 13)  # twelve and the null record
     with pytest.raises(CacheError, match=r"text\.instruction"):
-        stages.bucket.run(start)
-    stages.bucket.run(config)
+        sana_pipe.stages.bucket.run(start)
+    sana_pipe.stages.bucket.run(config)
 
 
 def test_one_edit_after_another_encodes_exactly_what_it_concerns_and_deletes_nothing(
@@ -215,7 +220,7 @@ def test_one_edit_after_another_encodes_exactly_what_it_concerns_and_deletes_not
         before, known = files(root) if root.exists() else {}, records(root)
         shards = list(root.rglob("*.tar"))
         times = {path: path.stat().st_mtime_ns for path in shards}
-        done = stages.encode.run(config, data=str(source))
+        done = sana_pipe.stages.encode.run(config, data=str(source))
         after = files(root)
         assert all(after[name] == data for name, data in before.items()), "an old file was changed or removed"
         assert all(path.stat().st_mtime_ns == moment for path, moment in times.items()), "a shard was written again"
@@ -288,24 +293,24 @@ def test_equal_weights_under_another_name_use_the_records_that_are_there(
         )
         return make_config(tmp_path, *both)
 
-    done = stages.encode.run(config("owner/sana", "first"), data=str(source))
+    done = sana_pipe.stages.encode.run(config("owner/sana", "first"), data=str(source))
     assert (done["images"], done["captions"]) == (12, 13)
     cache = Cache(tmp_path / "cache")
     [old] = cache.encodings("latent")
     for again in (config(str(tiny_repo)), config("owner/sana", "second"), config("mirror/sana-1.1", "first")):
-        done = stages.encode.run(again, data=str(source))
+        done = sana_pipe.stages.encode.run(again, data=str(source))
         assert (done["images"], done["captions"]) == (0, 0)
-        stages.bucket.run(again)
+        sana_pipe.stages.bucket.run(again)
     assert [encoding.name for encoding in cache.encodings("latent")] == [old.name]
     assert cache.open_snapshot().encoding(LatentEncoding) == old
     damaged = next(path for path in (tmp_path / "cache").glob("shards/latent-*/*/*.tar"))
     whole = damaged.read_bytes()
     damaged.chmod(0o644)
     damaged.write_bytes(whole[:1600] + bytes([whole[1600] ^ 1]) + whole[1601:])
-    assert stages.verify.run(config(str(tiny_repo)), repair=True, data=(f"{source.name}={source}",)) == 0
+    assert sana_pipe.stages.verify.run(config(str(tiny_repo)), repair=True, data=(f"{source.name}={source}",)) == 0
     assert damaged.read_bytes() == whole
     other = config(str(tiny_models.build(tmp_path / "other", seed=1)))
-    assert stages.encode.run(other, data=str(source))["images"] == 12
+    assert sana_pipe.stages.encode.run(other, data=str(source))["images"] == 12
 
 
 # ---------------------------------------------------------------- bad files
@@ -320,20 +325,20 @@ def test_bad_files_are_rejected_with_a_reason_and_the_run_goes_on(start: Config,
     picture(source / "mute.png", 3)
     (source / "mute.txt").unlink()
     picture(source / "good.png", 4)
-    done = stages.encode.run(start, data=str(source))
+    done = sana_pipe.stages.encode.run(start, data=str(source))
     assert (done["images"], done["rejects"]) == (1, 3)
     with open(Path(start.cache) / "reports" / "rejects-photos.csv", newline="") as sheet:
         reasons = {row["item"]: row["reason"] for row in csv.DictReader(sheet)}
     assert set(reasons) == {"noise.jpg", "cut.jpg", "mute.png"}
     assert all(reasons.values())
-    stages.bucket.run(start)
+    sana_pipe.stages.bucket.run(start)
     head = Cache(start.cache).open_snapshot().head
     assert head.samples == 13
     assert sum(head.left_out.values()) == 3
     # mended, it is encoded
     (source / "cut.jpg").write_bytes(whole)
-    assert stages.encode.run(start, data=str(source))["rejects"] == 2
-    stages.bucket.run(start)
+    assert sana_pipe.stages.encode.run(start, data=str(source))["rejects"] == 2
+    sana_pipe.stages.bucket.run(start)
     assert len(Cache(start.cache).open_snapshot()) == 14
 
 
@@ -346,30 +351,34 @@ def test_policies_reject_by_name_and_can_be_lifted(source: Path, make_config: Ma
     picture(source / "small.png", 1, (40, 40))
     picture(source / "narrow.png", 2, (400, 60))
     strict = ("data.min_side=41", "data.max_upscale=1.2", "data.max_crop_loss=0.5")
-    done = stages.encode.run(make_config(tmp_path, *strict), data=str(source))
+    done = sana_pipe.stages.encode.run(make_config(tmp_path, *strict), data=str(source))
     assert (done["images"], done["rejects"]) == (12, 2)
     result = reasons(make_config(tmp_path), source)
     assert "data.min_side = 41" in result["small.png"]
     assert "data.max_crop_loss = 0.5" in result["narrow.png"]
-    stages.bucket.run(make_config(tmp_path))
+    sana_pipe.stages.bucket.run(make_config(tmp_path))
     left_out = Cache(tmp_path / "cache").open_snapshot().head.left_out
     assert sorted(left_out.values()) == [1, 1]
 
     eased = make_config(tmp_path, "data.max_upscale=1.2")  # neither file changed since
-    done = stages.encode.run(eased, data=str(source))
+    done = sana_pipe.stages.encode.run(eased, data=str(source))
     assert (done["images"], done["rejects"]) == (1, 1)
     assert "data.max_upscale = 1.2" in reasons(eased, source)["small.png"]
-    done = stages.encode.run(make_config(tmp_path), data=str(source))
+    done = sana_pipe.stages.encode.run(make_config(tmp_path), data=str(source))
     assert (done["images"], done["rejects"]) == (1, 0)
-    done = stages.encode.run(make_config(tmp_path, *strict), data=str(source))  # what is there is not taken away
+    done = sana_pipe.stages.encode.run(
+        make_config(tmp_path, *strict), data=str(source)
+    )  # what is there is not taken away
     assert (done["images"], done["rejects"]) == (0, 2)
     assert len(Cache(tmp_path / "cache").index(Cache(tmp_path / "cache").encodings("latent")[0].name)) == 14
 
 
 def test_a_raised_pixel_limit_is_noticed(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     picture(source / "large.png", 1, (2000, 1500))
-    assert stages.encode.run(make_config(tmp_path, "data.max_pixels=2000000"), data=str(source))["rejects"] == 1
-    done = stages.encode.run(make_config(tmp_path), data=str(source))
+    assert (
+        sana_pipe.stages.encode.run(make_config(tmp_path, "data.max_pixels=2000000"), data=str(source))["rejects"] == 1
+    )
+    done = sana_pipe.stages.encode.run(make_config(tmp_path), data=str(source))
     assert (done["images"], done["rejects"]) == (1, 0)
 
 
@@ -380,7 +389,7 @@ def test_the_decoder_is_part_of_the_encoding(
         pytest.skip(f"vips: {vips_decoder.why_not()}")
 
     def run(*overrides: str) -> int:
-        return stages.encode.run(make_config(tmp_path, *overrides), data=str(source))["images"]
+        return sana_pipe.stages.encode.run(make_config(tmp_path, *overrides), data=str(source))["images"]
 
     def known() -> set[str]:
         return {encoding.values()["decoder"] for encoding in Cache(tmp_path / "cache").encodings("latent")}
@@ -400,9 +409,9 @@ def test_a_cache_made_with_vips_is_not_silently_made_again_without_it(
         pytest.skip(f"vips: {vips_decoder.why_not()}")
     monkeypatch.setattr(vips_decoder, "why_not", lambda: "ModuleNotFoundError: No module named 'pyvips'")
     with pytest.raises(UserError, match=naming("vips", "pyvips")) as caught:
-        stages.encode.run(start, data=str(source))
+        sana_pipe.stages.encode.run(start, data=str(source))
     assert "data.decoder=pillow" in str(caught.value.fix)
-    assert stages.encode.run(make_config(tmp_path, "data.decoder=pillow"), data=str(source))["images"] == 12
+    assert sana_pipe.stages.encode.run(make_config(tmp_path, "data.decoder=pillow"), data=str(source))["images"] == 12
 
 
 def test_too_many_rejects_stop_the_run(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:
@@ -410,15 +419,15 @@ def test_too_many_rejects_stop_the_run(source: Path, make_config: MakeConfig, tm
         (source / f"bad-{n}.png").write_bytes(b"x")
         (source / f"bad-{n}.txt").write_text("bad")
     config = make_config(tmp_path, "encode.max_reject_rate=0.2")
-    for stage in (stages.encode.dry_run, stages.encode.run):
+    for stage in (sana_pipe.stages.encode.dry_run, sana_pipe.stages.encode.run):
         with pytest.raises(RejectRateError, match="5 of 17"):
             stage(config, data=str(source))
-    assert stages.encode.dry_run(make_config(tmp_path), data=str(source), probe=False) == 0
+    assert sana_pipe.stages.encode.dry_run(make_config(tmp_path), data=str(source), probe=False) == 0
     for n in range(5, 20):
         (source / f"bad-{n}.png").write_bytes(b"x")
         (source / f"bad-{n}.txt").write_text("bad")
     with pytest.raises(RejectRateError, match="20 of 32"):  # the default
-        stages.encode.run(make_config(tmp_path), data=str(source))
+        sana_pipe.stages.encode.run(make_config(tmp_path), data=str(source))
 
 
 def test_files_that_this_user_may_not_read_have_the_fix_of_rights(
@@ -432,7 +441,7 @@ def test_files_that_this_user_may_not_read_have_the_fix_of_rights(
         return opened(path, *options, **more)
 
     monkeypatch.setattr(os, "open", denied)
-    for stage in (stages.encode.dry_run, stages.encode.run):
+    for stage in (sana_pipe.stages.encode.dry_run, sana_pipe.stages.encode.run):
         with pytest.raises(RejectRateError, match=re.escape(f"chmod -R u+rX {source}")):
             stage(make_config(tmp_path), data=str(source))
 
@@ -445,24 +454,24 @@ def test_a_source_of_which_much_is_missing_is_left_as_it_was(
     for path in away:
         path.rename(path.with_suffix(".gone"))
     with pytest.raises(UserError, match="3 of the 12") as refused:
-        stages.encode.run(start, data=str(source))
+        sana_pipe.stages.encode.run(start, data=str(source))
     assert away[0].name in str(refused.value) and "encode.max_shrink=1" in str(refused.value.fix)
     assert Cache(start.cache).last_scan("photos") == before
-    done = stages.encode.run(make_config(tmp_path, "encode.max_shrink=0.25"), data=str(source))
+    done = sana_pipe.stages.encode.run(make_config(tmp_path, "encode.max_shrink=0.25"), data=str(source))
     assert (done["items"], done["missing"]) == (9, 3)
     for path in away:
         path.with_suffix(".gone").rename(path)
-    done = stages.encode.run(start, data=str(source))
+    done = sana_pipe.stages.encode.run(start, data=str(source))
     assert (done["missing"], done["new"]["images"], done["reused"]["images"]) == (0, 0, 12)
     for path in list(source.iterdir()):  # other names are no loss
         path.rename(path.with_name("new-" + path.name))
-    assert stages.encode.run(start, data=str(source))["missing"] == 0
+    assert sana_pipe.stages.encode.run(start, data=str(source))["missing"] == 0
     # nor is what a setting leaves out
     strict = make_config(tmp_path, "data.min_side=500", "encode.max_reject_rate=0.1")
-    done = stages.encode.run(strict, data=str(source))
+    done = sana_pipe.stages.encode.run(strict, data=str(source))
     assert done["missing"] == 0 and 2 < done["rejects"] < 12
     with pytest.raises(RejectRateError, match="12 of 12"):
-        stages.encode.run(make_config(tmp_path, "data.min_side=50000"), data=str(source))
+        sana_pipe.stages.encode.run(make_config(tmp_path, "data.min_side=50000"), data=str(source))
 
 
 def test_what_may_be_missing_is_a_share_of_the_pictures_that_were_usable(
@@ -473,11 +482,11 @@ def test_what_may_be_missing_is_a_share_of_the_pictures_that_were_usable(
     for n in range(8):
         (source / f"bad-{n}.png").write_bytes(b"x")
         (source / f"bad-{n}.txt").write_text("bad")
-    assert stages.encode.run(strict, data=str(source))["rejects"] == 8
+    assert sana_pipe.stages.encode.run(strict, data=str(source))["rejects"] == 8
     for path in [path for path in sorted(source.iterdir()) if path.suffix != ".txt" and "bad" not in path.name][:3]:
         path.unlink()
     with pytest.raises(UserError, match="3 of the 12"):
-        stages.encode.run(start, data=str(source))
+        sana_pipe.stages.encode.run(start, data=str(source))
 
 
 def test_a_source_of_which_nothing_is_usable_is_an_error_before_any_model(
@@ -492,10 +501,10 @@ def test_a_source_of_which_nothing_is_usable_is_an_error_before_any_model(
     no_models(monkeypatch)
     config = make_config(tmp_path, "encode.max_reject_rate=1.0")
     with pytest.raises(RejectRateError, match="12 of 12") as foreseen:
-        stages.encode.dry_run(config, data=str(source))
+        sana_pipe.stages.encode.dry_run(config, data=str(source))
     assert "no caption" in capsys.readouterr().out and foreseen.value.found is None
     with pytest.raises(RejectRateError, match="12 of 12") as refused:
-        stages.encode.run(config, data=str(source))
+        sana_pipe.stages.encode.run(config, data=str(source))
     assert str(refused.value.found).count("no caption") == 1
     assert re.search(r"12 +\.tags file", str(refused.value.found)), "what is beside the pictures is named"
     assert capsys.readouterr().out == "", "the reasons are said once"
@@ -508,21 +517,23 @@ def test_a_run_says_what_is_new_and_one_with_nothing_to_do_is_a_line(
     start: Config, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture(source / "more.png", 1)
-    done = stages.encode.run(start, data=str(source))
+    done = sana_pipe.stages.encode.run(start, data=str(source))
     said = capsys.readouterr().out
     assert "pictures: 1 new, 12 reused, 0 missing" in said and "captions: 1 new, 13 reused" in said
     assert (done["new"], done["reused"]) == ({"images": 1, "captions": 1}, {"images": 12, "captions": 13})
     no_models(monkeypatch)
     planned: list[object] = []
-    real = stages.encode.planning.plan_images
-    monkeypatch.setattr(stages.encode.planning, "plan_images", lambda *args: planned.append(args) or real(*args))
-    done = stages.encode.run(start, data=str(source))
+    real = sana_pipe.stages.encode.planning.plan_images
+    monkeypatch.setattr(
+        sana_pipe.stages.encode.planning, "plan_images", lambda *args: planned.append(args) or real(*args)
+    )
+    done = sana_pipe.stages.encode.run(start, data=str(source))
     [line] = capsys.readouterr().out.splitlines()
     assert "0 new, 13 reused" in line and "nothing to do" in line
     assert len(planned) == 1
     assert (done["images"], done["captions"]) == (0, 0)
     (source / "more.png").unlink()
-    assert stages.encode.run(start, data=str(source))["missing"] == 1
+    assert sana_pipe.stages.encode.run(start, data=str(source))["missing"] == 1
     assert "1 missing" in capsys.readouterr().out
 
 
@@ -532,7 +543,7 @@ def test_records_of_a_lost_shard_are_new_to_a_run(start: Config, source: Path) -
     result = index.commits(cache.files, shard.parts[-3], 0)
     [records] = [commit.records for commit in result if commit.shard == shard.stem]
     shard.unlink()
-    done = stages.encode.run(start, data=str(source))
+    done = sana_pipe.stages.encode.run(start, data=str(source))
     assert (done["images"], done["new"]["images"], done["reused"]["images"]) == (records, records, 12 - records)
 
 
@@ -542,43 +553,43 @@ def test_no_limit_of_memory_changes_a_list_of_rejects(
     for name in ("b.png", "a/b.png", "a.png", "a-b.png", "z.png", "c.jpg", "d.jpg"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_bytes(b"no picture")
-    before = stages.encode.run(start, data=str(source))["rejects"]
+    before = sana_pipe.stages.encode.run(start, data=str(source))["rejects"]
     report = Path(start.cache) / "reports" / f"rejects-{source.name}.csv"
-    whole, snapshot = report.read_bytes(), stages.bucket.run(start)
+    whole, snapshot = report.read_bytes(), sana_pipe.stages.bucket.run(start)
     rows = list(csv.reader(io.StringIO(whole.decode())))[1:]
     assert len(rows) == before == 7 and rows == sorted(rows)
     lower_limits(monkeypatch)
     report.unlink()
-    assert stages.encode.run(start, data=str(source))["rejects"] == before
-    assert report.read_bytes() == whole and stages.bucket.run(start) == snapshot
+    assert sana_pipe.stages.encode.run(start, data=str(source))["rejects"] == before
+    assert report.read_bytes() == whole and sana_pipe.stages.bucket.run(start) == snapshot
     strict = start.model_copy(update={"encode": start.encode.model_copy(update={"max_reject_rate": 0.1})})
     report.unlink()
     with pytest.raises(RejectRateError, match="7 of 19"):
-        stages.encode.run(strict, data=str(source))
+        sana_pipe.stages.encode.run(strict, data=str(source))
     assert report.read_bytes() == whole
 
 
 def test_a_list_of_rejects_holds_no_formula(start: Config, source: Path) -> None:
     (source / "=cmd|calc.png").write_bytes(b"no picture")
-    stages.encode.run(start, data=str(source))
+    sana_pipe.stages.encode.run(start, data=str(source))
     assert set(reasons(start, source)) == {"'=cmd|calc.png"}
 
 
 def test_a_picture_that_vanishes_is_planned_again(start: Config, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture(source / "late.png", 9)
     data = (source / "late.png").read_bytes()
-    real = stages.encode.planning.plan_images
+    real = sana_pipe.stages.encode.planning.plan_images
 
     def vanish(*args: object) -> object:
         plans = real(*args)  # type: ignore[arg-type]
         (source / "late.png").unlink()
         return plans
 
-    monkeypatch.setattr(stages.encode.planning, "plan_images", vanish)
-    assert stages.encode.run(start, data=str(source))["images"] == 0
+    monkeypatch.setattr(sana_pipe.stages.encode.planning, "plan_images", vanish)
+    assert sana_pipe.stages.encode.run(start, data=str(source))["images"] == 0
     monkeypatch.undo()
     (source / "late.png").write_bytes(data)
-    assert stages.encode.run(start, data=str(source))["images"] == 1
+    assert sana_pipe.stages.encode.run(start, data=str(source))["images"] == 1
 
 
 def test_pictures_renamed_after_a_killed_run_are_encoded_by_the_next(
@@ -599,15 +610,15 @@ def test_pictures_renamed_after_a_killed_run_are_encoded_by_the_next(
     with monkeypatch.context() as patch:
         patch.setattr(encoders.LatentEncoder, "load", die)
         with pytest.raises(Killed):
-            stages.encode.run(start, data=str(source))
+            sana_pipe.stages.encode.run(start, data=str(source))
     picture(source / "before-1.png", 3)  # another picture under the planned name of the twins
     for suffix in ("png", "txt"):
         (source / f"before-2.{suffix}").rename(source / f"after-2.{suffix}")
-    done = stages.encode.run(start, data=str(source))
+    done = sana_pipe.stages.encode.run(start, data=str(source))
     assert (done["images"], done["rejects"], done["left"]) == (3, 0, 0)
-    stages.bucket.run(start)
+    sana_pipe.stages.bucket.run(start)
     assert len(Cache(start.cache).open_snapshot()) == 15
-    assert stages.encode.run(start, data=str(source))["images"] == 0
+    assert sana_pipe.stages.encode.run(start, data=str(source))["images"] == 0
 
 
 def test_pictures_that_moved_inside_a_tar_after_a_killed_run_are_encoded_by_the_next(
@@ -625,9 +636,9 @@ def test_pictures_that_moved_inside_a_tar_after_a_killed_run_are_encoded_by_the_
     with monkeypatch.context() as patch:
         patch.setattr(encoders.LatentEncoder, "load", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            stages.encode.run(config, data=str(tar))
+            sana_pipe.stages.encode.run(config, data=str(tar))
     make_tar(tar, members)
-    done = stages.encode.run(config, data=str(tar))
+    done = sana_pipe.stages.encode.run(config, data=str(tar))
     assert (done["images"], done["rejects"], done["left"]) == (3, 0, 0)
 
 
@@ -635,7 +646,7 @@ def test_claims_of_finished_units_are_swept(start: Config, source: Path) -> None
     cache = Cache(start.cache)
     for encoding in (encoding.name for kind in ("latent", "text") for encoding in cache.encodings(kind)):
         cache.files.put(layout.Paths.claim(encoding, 0, cache.plan(encoding, 0).units[0].unit), b"{}\n")
-    stages.encode.run(start, data=str(source))
+    sana_pipe.stages.encode.run(start, data=str(source))
     assert not list(cache.files.walk("claims"))
 
 
@@ -645,15 +656,15 @@ def test_units_left_of_the_plan_for_renamed_pictures_are_counted(
     """Another worker may have the units of both plans."""
 
     @contextmanager
-    def engine(run: object) -> Iterator[stages.encode.Make]:
-        yield lambda todo, noun: stages.encode.Made(2, 3, {})
+    def engine(run: object) -> Iterator[sana_pipe.stages.encode.Make]:
+        yield lambda todo, noun: sana_pipe.stages.encode.Made(2, 3, {})
 
     picture(source / "new.png", 1)
-    monkeypatch.setitem(stages.encode.ENGINES, "local", engine)
+    monkeypatch.setitem(sana_pipe.stages.encode.ENGINES, "local", engine)
     monkeypatch.setattr(
-        stages.encode.planning, "retryable_at_another_place", lambda cache, encoding, work_of: work_of([])
+        sana_pipe.stages.encode.planning, "retryable_at_another_place", lambda cache, encoding, work_of: work_of([])
     )
-    done = stages.encode.run(start, data=str(source))
+    done = sana_pipe.stages.encode.run(start, data=str(source))
     assert (done["captions"], done["images"], done["left"]) == (2, 4, 9)
 
 
@@ -672,7 +683,7 @@ def test_non_finite_output_is_rejected_never_stored(
         return real(self, images)
 
     monkeypatch.setattr(encoders.LatentEncoder, "encode", encode)
-    done = stages.encode.run(start, data=str(source))
+    done = sana_pipe.stages.encode.run(start, data=str(source))
     assert (done["images"], done["rejects"]) == (2, 1)
 
 
@@ -681,9 +692,9 @@ def test_another_data_set_under_a_known_name_is_refused(start: Config, tmp_path:
     other.mkdir(parents=True)
     picture(other / "x.png", 1)
     with pytest.raises(UserError, match="--source-name"):
-        stages.encode.run(start, data=str(other))
-    assert stages.encode.run(start, data=str(other), source_name="others")["images"] == 1
-    stages.bucket.run(start)
+        sana_pipe.stages.encode.run(start, data=str(other))
+    assert sana_pipe.stages.encode.run(start, data=str(other), source_name="others")["images"] == 1
+    sana_pipe.stages.bucket.run(start)
     assert len(Cache(start.cache).open_snapshot()) == 13
 
 
@@ -695,9 +706,9 @@ def test_two_tasks_make_the_same_cache_as_one(
 ) -> None:
     set_constants(monkeypatch, unit_sizes(2, 3))
     one = make_config(tmp_path / "one")
-    stages.encode.run(one, data=str(source))
+    sana_pipe.stages.encode.run(one, data=str(source))
     two = make_config(tmp_path / "two")
-    first, second = (stages.encode.run(two, data=str(source), task_index=i, task_count=2) for i in (1, 0))
+    first, second = (sana_pipe.stages.encode.run(two, data=str(source), task_index=i, task_count=2) for i in (1, 0))
     assert (first["images"], first["left"]) == (12, 0), "what nobody is at belongs to whoever is there"
     assert (second["images"], second["left"]) == (0, 0)
     assert files(Path(one.cache)) == files(Path(two.cache))
@@ -713,10 +724,10 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
     """Every publication of a run in turn is the one at which the process dies; or every seventh, from a random one.
     The run that is killed and the next one have every limit lowered, the run that they are compared with has none."""
     set_constants(monkeypatch, unit_sizes(3, 6))
-    from pipeline.data.cache.folder_store import FolderStore
+    from sana_pipe.data.cache.folder_store import FolderStore
 
     whole = make_config(tmp_path / "whole")
-    stages.encode.run(whole, data=str(source))
+    sana_pipe.stages.encode.run(whole, data=str(source))
     truth = files(Path(whole.cache))
     lower_limits(monkeypatch)
 
@@ -747,13 +758,13 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
         config = make_config(folder)
         count = instant
         try:
-            stages.encode.run(config, data=str(source))
+            sana_pipe.stages.encode.run(config, data=str(source))
         except Killed:
             kills += 1
         else:
             break
         count = 0
-        stages.encode.run(config, data=str(source))
+        sana_pipe.stages.encode.run(config, data=str(source))
         assert files(Path(config.cache)) == truth, f"killed at publication {instant}"
         shutil.rmtree(folder)
     assert kills > 15 / step
@@ -762,7 +773,7 @@ def test_killed_at_any_write_the_next_run_finishes_the_same_cache(
 def test_a_cache_moves_and_its_sources_may_be_away(
     start: Config, source: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    from pipeline.data.loader.loader import Loader
+    from sana_pipe.data.loader.loader import Loader
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -770,7 +781,7 @@ def test_a_cache_moves_and_its_sources_may_be_away(
     away = tmp_path / "away"
     shutil.move(source, away)
     config = make_config(elsewhere)
-    stages.bucket.run(config)
+    sana_pipe.stages.bucket.run(config)
     loader = Loader(
         Cache(config.cache).open_snapshot(),
         loader_settings(caption_drop=0.1, stop_step=4),
@@ -778,32 +789,32 @@ def test_a_cache_moves_and_its_sources_may_be_away(
     assert sum(len(batch.sample_ids) for batches, _ in loader for batch in batches) == 48
     shutil.move(away, source)
     picture(source / "new.png", 77)
-    assert stages.encode.run(config, data=str(source))["images"] == 1
+    assert sana_pipe.stages.encode.run(config, data=str(source))["images"] == 1
 
 
 def test_a_later_scan_without_new_bytes_is_quick(start: Config, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stages.encode.run(start, data=str(source))
+    sana_pipe.stages.encode.run(start, data=str(source))
     reads = []
     real = FolderSource.read
     monkeypatch.setattr(FolderSource, "read", lambda self, key: reads.append(key) or real(self, key))
     began = time.monotonic()
-    stages.encode.run(start, data=str(source))
+    sana_pipe.stages.encode.run(start, data=str(source))
     assert not reads, "unchanged files were read again"
     assert time.monotonic() - began < 60
 
 
 def test_bucketing_again_makes_no_new_snapshot(start: Config, source: Path) -> None:
-    first = stages.bucket.run(start)
+    first = sana_pipe.stages.bucket.run(start)
     before = files(Path(start.cache))
-    assert stages.bucket.run(start) == first
+    assert sana_pipe.stages.bucket.run(start) == first
     assert files(Path(start.cache)) == before
     picture(source / "new.png", 5)
-    stages.encode.run(start, data=str(source))
-    second = stages.bucket.run(start, name="more")
+    sana_pipe.stages.encode.run(start, data=str(source))
+    second = sana_pipe.stages.bucket.run(start, name="more")
     assert second != first
     assert Cache(start.cache).open_snapshot("more").head.parent is None
     assert Cache(start.cache).open_snapshot(first[:10]).id == first
-    assert stages.bucket.run(start) == second
+    assert sana_pipe.stages.bucket.run(start) == second
 
 
 def test_only_the_commit_makes_a_shard_visible(start: Config) -> None:
@@ -829,7 +840,7 @@ def test_another_arithmetic_of_the_vae_prints_its_error_and_is_another_encoding(
     setting: str,
 ) -> None:
     plain, other = make_config(tmp_path / "plain"), make_config(tmp_path / "other", setting)
-    stages.encode.run(plain, data=str(source))
+    sana_pipe.stages.encode.run(plain, data=str(source))
     assert "relative L2" not in capsys.readouterr().out
     loads, load = [], encoders.LatentEncoder.load
 
@@ -840,14 +851,14 @@ def test_another_arithmetic_of_the_vae_prints_its_error_and_is_another_encoding(
         return load(config, device)
 
     monkeypatch.setattr(encoders.LatentEncoder, "load", counted)
-    stages.encode.run(other, data=str(source))
+    sana_pipe.stages.encode.run(other, data=str(source))
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "relative L2" in line)
     percent = float(line.partition("fp32 by ")[2].partition(" %")[0])
     assert (0.01 < percent < 5) if setting == "vae.dtype=bf16" else percent < 0.2
     assert loads[:2] == [False, True] and not any(loads[2:])
     names = [Cache(config.cache).encodings("latent")[0].name for config in (plain, other)]
     assert names[0] != names[1]
-    stages.encode.run(other, data=str(source))
+    sana_pipe.stages.encode.run(other, data=str(source))
     assert "relative L2" not in capsys.readouterr().out, "nothing new to encode"
 
 
@@ -866,7 +877,7 @@ def test_a_gpu_without_memory_for_fp32_encodes_in_bf16_all_the_same(
         return load(config, device)
 
     monkeypatch.setattr(encoders.LatentEncoder, "load", cramped)
-    done = stages.encode.run(make_config(tmp_path, "vae.dtype=bf16"), data=str(source))
+    done = sana_pipe.stages.encode.run(make_config(tmp_path, "vae.dtype=bf16"), data=str(source))
     assert done["images"] == 12 and done["left"] == 0
     assert "not compared with fp32" in capsys.readouterr().out
 
@@ -874,12 +885,12 @@ def test_a_gpu_without_memory_for_fp32_encodes_in_bf16_all_the_same(
 def test_out_of_memory_halves_the_batch_and_says_so(
     start: Config, source: Path, monkeypatch: pytest.MonkeyPatch, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    from pipeline.data.loader.loader import bf16
+    from sana_pipe.data.loader.loader import bf16
 
     for seed in range(4):
         picture(source / f"more-{seed}.png", seed)
     whole = make_config(tmp_path / "whole")
-    stages.encode.run(whole, data=str(source))
+    sana_pipe.stages.encode.run(whole, data=str(source))
     real, sizes = encoders.LatentEncoder.encode, []
 
     def encode(self: encoders.LatentEncoder, images: np.ndarray) -> np.ndarray:
@@ -890,7 +901,7 @@ def test_out_of_memory_halves_the_batch_and_says_so(
 
     monkeypatch.setattr(encoders.LatentEncoder, "encode", encode)
     small = make_config(tmp_path / "small")
-    assert stages.encode.run(small, data=str(source))["images"] == 16
+    assert sana_pipe.stages.encode.run(small, data=str(source))["images"] == 16
     assert max(sizes) == 4
     cache, truth = Cache(small.cache), Cache(whole.cache)
     encoding = cache.encodings("latent")[0].name
@@ -911,10 +922,10 @@ def test_out_of_memory_halves_the_batch_and_says_so(
         encoders.LatentEncoder, "encode", lambda self, images: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA"))
     )
     with pytest.raises(UserError, match=naming("data.resolution")):
-        stages.encode.run(make_config(tmp_path / "none"), data=str(source))
+        sana_pipe.stages.encode.run(make_config(tmp_path / "none"), data=str(source))
     monkeypatch.setattr(encoders.LatentEncoder, "encode", real)
     after = make_config(tmp_path / "after")
-    stages.encode.run(after, data=str(source))
+    sana_pipe.stages.encode.run(after, data=str(source))
     commits = index.commits(Cache(after.cache).files, encoding, 0)
     assert commits and not any("halved_batches" in commit.provenance for commit in commits), "those of another run"
 
@@ -932,7 +943,7 @@ def test_a_unit_that_fits_after_a_halved_one_counts_no_halving(
 
     monkeypatch.setattr(encoders.LatentEncoder, "encode", encode)
     config = make_config(tmp_path)
-    stages.encode.run(config, data=str(source))
+    sana_pipe.stages.encode.run(config, data=str(source))
     cache = Cache(config.cache)
     result = index.commits(cache.files, cache.encodings("latent")[0].name, 0)
     halved = [commit.provenance["halved_batches"] for commit in result if "halved_batches" in commit.provenance]
@@ -945,13 +956,13 @@ def test_a_name_that_no_source_can_have_is_refused_before_anything_is_read(
 ) -> None:
     for name in ("my pictures", "..", "a/b"):
         with pytest.raises(UserError, match=naming(repr(name))):
-            stages.encode.run(make_config(tmp_path), data=str(photos), source_name=name)
+            sana_pipe.stages.encode.run(make_config(tmp_path), data=str(photos), source_name=name)
         with pytest.raises(UserError, match=naming(repr(name))):
-            stages.encode.dry_run(make_config(tmp_path), data=str(photos), source_name=name, probe=False)
+            sana_pipe.stages.encode.dry_run(make_config(tmp_path), data=str(photos), source_name=name, probe=False)
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_cache_that_is_a_file_is_reported(make_config: MakeConfig, photos: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CacheError):
-        stages.encode.run(make_config(tmp_path, f"cache={tmp_path / 'file'}"), data=str(photos))
+        sana_pipe.stages.encode.run(make_config(tmp_path, f"cache={tmp_path / 'file'}"), data=str(photos))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config import Config, dump
+from sana_pipe.config import Config, dump
 from tests.support.constants import constants, set_constants, unit_sizes
 from tests.support.forked import Forked
 from tests.support.trees import files
@@ -34,7 +34,7 @@ OPTIONS = (
 @pytest.fixture(scope="module", autouse=True)
 def small_units(small_cache: Path) -> Iterator[None]:
     """Small units, which other workers take over soon. The cache that tests share is made before, with usual ones."""
-    with constants({**unit_sizes(2, 3), "pipeline.data.work.claims.STALE_S": 3}):
+    with constants({**unit_sizes(2, 3), "sana_pipe.data.work.claims.STALE_S": 3}):
         yield
 
 
@@ -110,7 +110,7 @@ def test_a_stopped_process_that_wakes_late_changes_nothing(
 @pytest.fixture
 def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file system of 208 KiB, of which nothing stays free."""
-    set_constants(monkeypatch, {"pipeline.data.work.disk_space.RESERVE": 0})
+    set_constants(monkeypatch, {"sana_pipe.data.work.disk_space.RESERVE": 0})
     small = tmp_path / "small"
     small.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=208k", "tmpfs", str(small)], capture_output=True)
@@ -161,7 +161,7 @@ def test_a_full_disk_is_an_error_for_people_and_continues(
 ) -> None:
     cache = small_disk / "cache"
     config = make_config(tmp_path, *OPTIONS, f"cache={cache}")
-    set_constants(monkeypatch, {"pipeline.data.work.disk_space.WAIT_S": 0.0})
+    set_constants(monkeypatch, {"sana_pipe.data.work.disk_space.WAIT_S": 0.0})
     refused(encode(config, tmp_path, photos), 6, "continues")
     nothing_half(cache, undisturbed[0])
     remount(small_disk, "size=64m")

@@ -16,21 +16,21 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-import stages.bucket
-import stages.encode
-from pipeline.base.errors import RejectRateError, UserError
-from pipeline.config import Config
-from pipeline.data.cache import layout
-from pipeline.data.cache.cache import Cache
-from pipeline.data.encoders import vae as encoders
-from pipeline.data.encoders.text import TextEncoder
-from pipeline.data.encoding import plan as planning
-from pipeline.data.encoding import scan as scanning
-from pipeline.data.encoding import unit_records
-from pipeline.data.encoding.fragments import Fragments
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.sources.source import Place
-from pipeline.data.sources.tars import TarSource
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+from sana_pipe.base.errors import RejectRateError, UserError
+from sana_pipe.config import Config
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.encoders import vae as encoders
+from sana_pipe.data.encoders.text import TextEncoder
+from sana_pipe.data.encoding import plan as planning
+from sana_pipe.data.encoding import scan as scanning
+from sana_pipe.data.encoding import unit_records
+from sana_pipe.data.encoding.fragments import Fragments
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.sources.source import Place
+from sana_pipe.data.sources.tars import TarSource
 from tests.support.http_server import serve
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
@@ -87,15 +87,15 @@ def planned_by_another(config: Config, data: str, monkeypatch: pytest.MonkeyPatc
     real, results = Fragments.once, list[dict[str, Any]]()
 
     @contextmanager
-    def idle(run: Any) -> Iterator[stages.encode.Make]:
-        yield lambda todo, noun: stages.encode.Made(0, len(todo), {})
+    def idle(run: Any) -> Iterator[sana_pipe.stages.encode.Make]:
+        yield lambda todo, noun: sana_pipe.stages.encode.Made(0, len(todo), {})
 
     def once(self: Fragments, *args: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(Fragments, "once", real)
             patch.setattr(Fragments, "finish", lambda self: None)
-            patch.setitem(stages.encode.ENGINES, "local", idle)
-            results.append(stages.encode.run(config, data=data, task_index=0, task_count=2))
+            patch.setitem(sana_pipe.stages.encode.ENGINES, "local", idle)
+            results.append(sana_pipe.stages.encode.run(config, data=data, task_index=0, task_count=2))
         return real(self, *args)
 
     with monkeypatch.context() as patch:
@@ -109,7 +109,7 @@ def test_a_process_encodes_what_another_one_planned(
 ) -> None:
     where = str(pictures / data)
     config, alone = make_config(tmp_path / "shared"), make_config(tmp_path / "alone")
-    truth = stages.encode.run(alone, data=where)
+    truth = sana_pipe.stages.encode.run(alone, data=where)
     planned: list[object] = []
     real = planning.plan_images
 
@@ -120,7 +120,7 @@ def test_a_process_encodes_what_another_one_planned(
     monkeypatch.setattr(planning, "plan_images", plan)
     lower_limits(monkeypatch)
     with planned_by_another(config, where, monkeypatch) as other:
-        done = stages.encode.run(config, data=where, task_index=1, task_count=2)
+        done = sana_pipe.stages.encode.run(config, data=where, task_index=1, task_count=2)
     assert len(planned) == 1, "by the other process"
     for name in truth.keys() - {"speed"}:
         assert done[name] == truth[name], name
@@ -132,7 +132,7 @@ def test_a_process_with_other_settings_plans_itself(
     pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where, config = str(pictures / "folder"), make_config(tmp_path)
-    stages.encode.run(config, data=where)
+    sana_pipe.stages.encode.run(config, data=where)
     planned, real = list[object](), planning.plan_images
 
     def plan(*args: Any) -> Any:
@@ -144,7 +144,7 @@ def test_a_process_with_other_settings_plans_itself(
         with monkeypatch.context() as patch:
             patch.setattr(planning, "plan_images", plan)
             with planned_by_another(make_config(tmp_path, setting), where, monkeypatch):
-                stages.encode.run(config, data=where, task_index=1, task_count=2)
+                sana_pipe.stages.encode.run(config, data=where, task_index=1, task_count=2)
         assert len(planned) == 2, setting
 
 
@@ -171,7 +171,9 @@ def test_whatever_decides_a_plan_is_in_its_name(
     ]
     for setting in plain + others:
         with pytest.raises(Asked):
-            stages.encode.run(make_config(tmp_path, setting), data=str(pictures / "folder"), task_index=0, task_count=2)
+            sana_pipe.stages.encode.run(
+                make_config(tmp_path, setting), data=str(pictures / "folder"), task_index=0, task_count=2
+            )
     assert asked[0] == asked[1] and len(set(asked[1:])) == 1 + len(others)
 
 
@@ -186,7 +188,7 @@ def test_what_another_process_found_unused_is_said(
     with tarfile.open(tars / "1.tar", "a") as tar:
         tar.addfile(tarfile.TarInfo("notes.md"))
     with planned_by_another(make_config(tmp_path), str(tars), monkeypatch):
-        stages.encode.run(make_config(tmp_path), data=str(tars), task_index=1, task_count=2)
+        sana_pipe.stages.encode.run(make_config(tmp_path), data=str(tars), task_index=1, task_count=2)
     assert capsys.readouterr().out.count(" members or captions of the source are not used") == 2
 
 
@@ -208,7 +210,7 @@ def test_rejects_of_another_process_are_reported_alike(
 
         with monkeypatch.context() as patch:
             patch.setattr(Fragments, "once", vanish)
-            done = stages.encode.run(config, data=str(folder), task_index=1, task_count=2)
+            done = sana_pipe.stages.encode.run(config, data=str(folder), task_index=1, task_count=2)
     assert (other[0]["rejects"], done["rejects"], done["images"]) == (1, 2, COUNT - 1)
     rows = (Path(config.cache) / "reports/rejects-folder.csv").read_text().splitlines()[1:]
     assert [row.partition(",")[0] for row in rows] == ["1.png", "broken.png"]
@@ -218,15 +220,15 @@ def test_every_kind_of_source_makes_the_same_records(pictures: Path, make_config
     truth: dict[str, bytes] = {}
     for data in ("folder", "tars/{0..1}.tar", "set.parquet", "list.jsonl"):
         config = make_config(tmp_path / data.partition("/")[0])
-        done = stages.encode.run(config, data=str(pictures / data))
+        done = sana_pipe.stages.encode.run(config, data=str(pictures / data))
         assert (done["images"], done["captions"], done["rejects"]) == (COUNT, COUNT + 1, 0)
         result = members(Path(config.cache))
         assert len(result) == COUNT + 2 * (COUNT + 1)
         truth = truth or result
         assert result == truth, data
-        stages.bucket.run(config)
+        sana_pipe.stages.bucket.run(config)
         assert len(Cache(config.cache).open_snapshot()) == COUNT
-        again = stages.encode.run(config, data=str(pictures / data))
+        again = sana_pipe.stages.encode.run(config, data=str(pictures / data))
         assert (again["images"], again["captions"]) == (0, 0)
         assert len(Cache(config.cache).files.numbers("sources/" + Cache(config.cache).sources()[0])) == 1
 
@@ -254,8 +256,8 @@ def test_no_limit_of_memory_changes_a_byte(
         if name == "lowered":
             lower_limits(monkeypatch)
         for _ in range(2):
-            stages.encode.run(config, data=str(pictures / data), source_name="pictures")
-            stages.bucket.run(config)
+            sana_pipe.stages.encode.run(config, data=str(pictures / data), source_name="pictures")
+            sana_pipe.stages.bucket.run(config)
         result = documents(Path(config.cache))
         assert not list((Path(config.cache) / "tmp").iterdir())
         truth = truth or result
@@ -267,7 +269,7 @@ def test_the_same_pictures_elsewhere_are_not_encoded_again(
     pictures: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tmp_path)
-    stages.encode.run(config, data=str(pictures / "folder"))
+    sana_pipe.stages.encode.run(config, data=str(pictures / "folder"))
 
     def refuse(*args: object) -> None:
         raise AssertionError("a model was loaded although there is nothing to encode")
@@ -275,8 +277,8 @@ def test_the_same_pictures_elsewhere_are_not_encoded_again(
     monkeypatch.setattr(encoders.LatentEncoder, "load", refuse)
     monkeypatch.setattr(TextEncoder, "load", refuse)
     for data in ("tars", "set.parquet", "list.jsonl"):
-        assert stages.encode.run(config, data=str(pictures / data), source_name=data[:4])["images"] == 0
-    stages.bucket.run(config)
+        assert sana_pipe.stages.encode.run(config, data=str(pictures / data), source_name=data[:4])["images"] == 0
+    sana_pipe.stages.bucket.run(config)
     assert len(Cache(config.cache).open_snapshot()) == 4 * COUNT
 
 
@@ -287,14 +289,14 @@ def test_an_unchanged_tar_is_not_listed_again_and_its_bytes_are_found(
 
     tars = Path(shutil.copytree(pictures / "tars", tmp_path / "tars"))
     config = make_config(tmp_path)
-    stages.encode.run(config, data=str(tars))
+    sana_pipe.stages.encode.run(config, data=str(tars))
     shutil.rmtree(Path(config.cache) / "shards")  # the records are lost, the scan is not: another encoding, in effect
     for folder in ("plans", "units", "segments"):
         shutil.rmtree(Path(config.cache) / folder)
     listed: list[str] = []
     real = TarSource.part
     monkeypatch.setattr(TarSource, "part", lambda self, name: listed.append(name) or real(self, name))
-    assert stages.encode.run(config, data=str(tars))["images"] == COUNT
+    assert sana_pipe.stages.encode.run(config, data=str(tars))["images"] == COUNT
     assert not listed
     # one tar changes: that one alone is listed, and only what is new in it is encoded
     with tarfile.open(tars / "1.tar", "a") as tar:
@@ -302,13 +304,13 @@ def test_an_unchanged_tar_is_not_listed_again_and_its_bytes_are_found(
         tar.add(tmp_path / "new.png", "new.png")
         (tmp_path / "new.txt").write_text("all red")
         tar.add(tmp_path / "new.txt", "new.txt")
-    done = stages.encode.run(config, data=str(tars))
+    done = sana_pipe.stages.encode.run(config, data=str(tars))
     assert (done["images"], done["captions"], listed) == (1, 1, ["1.tar"])
     # another rule for captions lists all of them again, and reads no picture
     monkeypatch.setattr(TarSource, "read", lambda self, key: 1 / 0)
     other = config.model_copy(update={"data": config.data.model_copy(update={"caption_prefix": "x"})})
     listed.clear()
-    assert stages.encode.run(other, data=str(tars))["images"] == 0
+    assert sana_pipe.stages.encode.run(other, data=str(tars))["images"] == 0
     assert listed == ["0.tar", "1.tar"]
 
 
@@ -319,7 +321,7 @@ def test_a_member_that_changed_since_the_scan_is_reported_and_mended(
 
     tars = Path(shutil.copytree(pictures / "tars", tmp_path / "tars"))
     config = make_config(tmp_path)
-    real = stages.encode.planning.plan_images
+    real = sana_pipe.stages.encode.planning.plan_images
 
     def swap(*args: object) -> object:
         plans = real(*args)  # type: ignore[arg-type]
@@ -328,12 +330,12 @@ def test_a_member_that_changed_since_the_scan_is_reported_and_mended(
         (tars / "1.tar").write_bytes(first)
         return plans
 
-    monkeypatch.setattr(stages.encode.planning, "plan_images", swap)
+    monkeypatch.setattr(sana_pipe.stages.encode.planning, "plan_images", swap)
     with pytest.raises(RejectRateError, match=f"{COUNT} of {COUNT}"):
-        stages.encode.run(config, data=str(tars))
+        sana_pipe.stages.encode.run(config, data=str(tars))
     assert Cache(config.cache).sources() == ["tars"], "the scan was good"
     monkeypatch.undo()
-    assert stages.encode.run(config, data=str(tars))["images"] == COUNT
+    assert sana_pipe.stages.encode.run(config, data=str(tars))["images"] == COUNT
 
 
 @pytest.mark.slow
@@ -342,7 +344,7 @@ def test_a_source_is_opened_again_for_reading_without_listing(
 ) -> None:
     for data in ("folder", "tars", "set.parquet", "list.jsonl"):
         config = make_config(tmp_path / data)
-        stages.encode.run(config, data=str(pictures / data), source_name="own")
+        sana_pipe.stages.encode.run(config, data=str(pictures / data), source_name="own")
         cache = Cache(config.cache)
         source = scanning.reopen(cache, "own", config.data)
         body = cache.last_scan("own")
@@ -370,7 +372,7 @@ def test_a_unit_of_remote_tars_is_read_by_one_request_a_tar(
     server = serve(pictures, True)
     here = next(server)
     config = make_config(tmp_path)
-    assert stages.encode.run(config, data=f"{here.url}/tars/{{0..1}}.tar")["images"] == COUNT
+    assert sana_pipe.stages.encode.run(config, data=f"{here.url}/tars/{{0..1}}.tar")["images"] == COUNT
     cache = Cache(config.cache)
     body = cache.last_scan("tars")
     assert body is not None

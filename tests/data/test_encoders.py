@@ -18,18 +18,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.base import hub
-from pipeline.base.config import Weights
-from pipeline.base.errors import UserError, not_permitted
-from pipeline.data.encoders import vae as encoders
-from pipeline.data.encoders.config import TextConfig, Tokenizer, VaeConfig
-from pipeline.data.encoders.frozen import NonFiniteOutputError, bf16_bits, from_bits, provenance_of
-from pipeline.data.encoders.text import TextEncoder, count_rows, describe_text, tokenized
-from pipeline.data.sources import caption_rules as rules
-from pipeline.tools.demo import photographs, small_models
-from pipeline.train.models.config import StartWeights
-from pipeline.train.models.sana_files import WeightFiles
-from pipeline.train.models.sana_shape import read_config
+from sana_pipe.base import hub
+from sana_pipe.base.config import Weights
+from sana_pipe.base.errors import UserError, not_permitted
+from sana_pipe.data.encoders import vae as encoders
+from sana_pipe.data.encoders.config import TextConfig, Tokenizer, VaeConfig
+from sana_pipe.data.encoders.frozen import NonFiniteOutputError, bf16_bits, from_bits, provenance_of
+from sana_pipe.data.encoders.text import TextEncoder, count_rows, describe_text, tokenized
+from sana_pipe.data.sources import caption_rules as rules
+from sana_pipe.tools.demo import photographs, small_models
+from sana_pipe.train.models.config import StartWeights
+from sana_pipe.train.models.sana_files import WeightFiles
+from sana_pipe.train.models.sana_shape import read_config
 from tests.support import tiny_models
 from tests.support.messages import naming
 

@@ -21,20 +21,20 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-import stages.encode
-from pipeline import __version__
-from pipeline.base import retrying
-from pipeline.base.errors import NoSpaceError, UserError
-from pipeline.config import Config, dump, load
-from pipeline.data.cache import index, layout
-from pipeline.data.cache.cache import Cache, Unit, WorkList
-from pipeline.data.cache.layout import Paths
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.work import claims, engine, ray_engine
-from pipeline.data.work.claims import Claims
-from pipeline.data.work.disk_space import DiskSpace
-from pipeline.data.work.progress import Meter, Progress
-from pipeline.data.work.stop import SIGNALS, Stop, Stopped
+import sana_pipe.stages.encode
+from sana_pipe import __version__
+from sana_pipe.base import retrying
+from sana_pipe.base.errors import NoSpaceError, UserError
+from sana_pipe.config import Config, dump, load
+from sana_pipe.data.cache import index, layout
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.work import claims, engine, ray_engine
+from sana_pipe.data.work.claims import Claims
+from sana_pipe.data.work.disk_space import DiskSpace
+from sana_pipe.data.work.progress import Meter, Progress
+from sana_pipe.data.work.stop import SIGNALS, Stop, Stopped
 from tests.support.constants import constants, set_constants, unit_sizes, with_site
 from tests.support.empty_units import Maker, claimed, planned
 from tests.support.forked import Forked
@@ -53,7 +53,7 @@ BATCHES = (
 @pytest.fixture(scope="module", autouse=True)
 def small_units(small_cache: Path) -> Iterator[None]:
     """Small units, which other workers take over soon. The cache that tests share is made before, with usual ones."""
-    with constants({**unit_sizes(2, 3), "pipeline.data.work.claims.STALE_S": STALE_S}):
+    with constants({**unit_sizes(2, 3), "sana_pipe.data.work.claims.STALE_S": STALE_S}):
         yield
 
 
@@ -385,7 +385,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         assert 0 < seconds <= 0.1, "a signal is noticed soon"
         clock[0] += seconds
 
-    monkeypatch.setattr("pipeline.data.work.stop.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr("sana_pipe.data.work.stop.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     return clock
 
 
@@ -458,18 +458,18 @@ def test_without_ray_the_message_names_the_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"pip install 'sana-pipe\[ray\]'"):
-        stages.encode.run(make_config(tmp_path), data=str(photos), engine="ray")
+        sana_pipe.stages.encode.run(make_config(tmp_path), data=str(photos), engine="ray")
 
 
 def test_ray_has_one_driver(make_config: MakeConfig, photos: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=naming("--engine ray", "2 processes")):
-        stages.encode.run(make_config(tmp_path), data=str(photos), engine="ray", task_index=0, task_count=2)
+        sana_pipe.stages.encode.run(make_config(tmp_path), data=str(photos), engine="ray", task_index=0, task_count=2)
 
 
 def test_launch_recipes_are_no_configurations_but_are_shipped() -> None:
     import tomllib
 
-    from pipeline.config import shipped
+    from sana_pipe.config import shipped
 
     recipes = sorted((ROOT / "configs" / "launch").iterdir())
     assert len(recipes) >= 4
@@ -584,7 +584,7 @@ def test_torchrun_gives_the_shares(
             "--nproc-per-node",
             "2",
             "-m",
-            "pipeline.cli",
+            "sana_pipe.cli",
             "encode",
             "--config",
             str(tmp_path / "config.yaml"),
@@ -642,7 +642,7 @@ def test_a_signal_ends_it_cleanly_and_it_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = make_config(tmp_path, *BATCHES)
-    set_constants(monkeypatch, {"pipeline.data.work.stop.GRACE_S": grace})
+    set_constants(monkeypatch, {"sana_pipe.data.work.stop.GRACE_S": grace})
     process = encode(config, photos)
     stop_with_a_claim(process, tmp_path / "cache")
     process.send_signal(number)

@@ -17,30 +17,30 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-import stages.encode
-from pipeline.base.errors import CacheError, NoSpaceError, RejectRateError, UserError
-from pipeline.config import Config, dump
-from pipeline.data.cache import layout, scan_table
-from pipeline.data.cache.cache import Cache, WorkList
-from pipeline.data.cache.encodings import Encoding
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.index import RecordReject
-from pipeline.data.encoders import vae as encoders
-from pipeline.data.encoders.text import TextEncoder, count_rows
-from pipeline.data.encoding import estimate, scan_rows, unit_records
-from pipeline.data.encoding import plan as planning
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.encoding.encoder_settings import EncoderSettings
-from pipeline.data.encoding.plan import images_of_batch
-from pipeline.data.encoding.survey import survey
-from pipeline.data.images import buckets
-from pipeline.data.signals import Encoders, PictureSignal, encodings
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.phash import RULE, HashEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.sources.folder import FolderSource
-from pipeline.data.work import disk_space
-from pipeline.data.work.engine import missing_units
+import sana_pipe.stages.encode
+from sana_pipe.base.errors import CacheError, NoSpaceError, RejectRateError, UserError
+from sana_pipe.config import Config, dump
+from sana_pipe.data.cache import layout, scan_table
+from sana_pipe.data.cache.cache import Cache, WorkList
+from sana_pipe.data.cache.encodings import Encoding
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.index import RecordReject
+from sana_pipe.data.encoders import vae as encoders
+from sana_pipe.data.encoders.text import TextEncoder, count_rows
+from sana_pipe.data.encoding import estimate, scan_rows, unit_records
+from sana_pipe.data.encoding import plan as planning
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.encoding.encoder_settings import EncoderSettings
+from sana_pipe.data.encoding.plan import images_of_batch
+from sana_pipe.data.encoding.survey import survey
+from sana_pipe.data.images import buckets
+from sana_pipe.data.signals import Encoders, PictureSignal, encodings
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.phash import RULE, HashEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.sources.folder import FolderSource
+from sana_pipe.data.work import disk_space
+from sana_pipe.data.work.engine import missing_units
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
 
@@ -59,7 +59,7 @@ def state(folder: Path) -> dict[str, tuple[bytes, int]]:
 def dry(config: Config, source: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> dict[str, Any]:
     """The report. Everything on stdout is that one object."""
     capsys.readouterr()
-    code = stages.encode.dry_run(config, data=str(source), as_json=True, **options)
+    code = sana_pipe.stages.encode.dry_run(config, data=str(source), as_json=True, **options)
     summary = json.loads(capsys.readouterr().out)
     assert code == (6 if summary["enough_space"] is False else 0)
     return summary
@@ -88,7 +88,7 @@ def test_bytes_and_counts_come_true(
     summary = dry(config, source, capsys, probe=False)
     assert not Path(config.cache).exists(), "nothing is written"
     assert summary["time"] is None
-    done = stages.encode.run(config, data=str(source))
+    done = sana_pipe.stages.encode.run(config, data=str(source))
     assert summary["new"] == {noun: done[noun] for noun in ("images", "captions")}
     cache = Cache(config.cache)
     made = {kind: sum(cache.index(cache.encodings(kind)[0].name).bytes) for kind in ("latent", "text")}
@@ -143,7 +143,7 @@ def test_what_the_cache_holds_is_not_counted_again(
     assert state(small_cache_copy) == before, "nothing is written"
     assert summary["reused"] == {"images": 11, "captions": 12}
     assert summary["new"] == {"images": 2, "captions": 2}
-    done = stages.encode.run(config, data=str(source))
+    done = sana_pipe.stages.encode.run(config, data=str(source))
     assert (done["images"], done["captions"]) == (2, 2)
     summary = dry(config, source, capsys, probe=True)
     assert summary["new"] == {"images": 0, "captions": 0}
@@ -163,10 +163,10 @@ def test_pictures_under_other_names_are_found(
         file.rename(source / f"new-{file.name}")
     summary = dry(config, source, capsys, probe=False)
     assert (summary["items"], summary["new"]["images"], summary["unread"]) == (12, 0, 0)
-    assert stages.encode.run(config, data=str(source))["images"] == 0
+    assert sana_pipe.stages.encode.run(config, data=str(source))["images"] == 0
     for number, file in enumerate(sorted(source.glob("*.[jp]*g"))):
         picture(file.rename(source / f"{number}{file.suffix}"), number)
-    for encode in (partial(stages.encode.dry_run, probe=False), stages.encode.run):
+    for encode in (partial(sana_pipe.stages.encode.dry_run, probe=False), sana_pipe.stages.encode.run):
         with pytest.raises(UserError, match="are missing"):
             encode(config, data=str(source))
 
@@ -243,7 +243,7 @@ def test_the_probe_keeps_to_its_time(
             kind, "encode", lambda self, batch, real=real: (sizes.append(len(batch)), real(self, batch))[1]
         )
     config = make_config(tmp_path)
-    _, opened, reading = stages.encode.opened(config, str(source), None, None)
+    _, opened, reading = sana_pipe.stages.encode.opened(config, str(source), None, None)
     models = Encoders(config.vae, config.text)
     result = survey(opened, reading, None, encodings(models, config.data, config.encode))
     settings = EncoderSettings(models, config.encode, config.data.max_pixels)
@@ -295,21 +295,21 @@ def test_a_disk_that_is_too_small_is_reported_and_ends_with_6(
     need = dry(config, source, capsys, probe=False)["bytes"]["total"]
     monkeypatch.setattr(disk_space, "RESERVE", 0)
     monkeypatch.setattr(Files, "free_bytes", lambda files: need)
-    assert stages.encode.dry_run(config, data=str(source), probe=False) == 0
+    assert sana_pipe.stages.encode.dry_run(config, data=str(source), probe=False) == 0
     monkeypatch.setattr(Files, "free_bytes", lambda files: need - 1)
     capsys.readouterr()
-    assert stages.encode.dry_run(config, data=str(source), probe=False) == NoSpaceError.exit_code == 6
+    assert sana_pipe.stages.encode.dry_run(config, data=str(source), probe=False) == NoSpaceError.exit_code == 6
     assert "NOT ENOUGH" in capsys.readouterr().out
     monkeypatch.setattr(disk_space, "RESERVE", 2**30)
     monkeypatch.setattr(Files, "free_bytes", lambda files: need + 2**30 - 1)  # the reserve counts
-    assert stages.encode.dry_run(config, data=str(source), probe=False) == 6
+    assert sana_pipe.stages.encode.dry_run(config, data=str(source), probe=False) == 6
 
 
 def test_a_folder_that_can_be_no_cache_is_refused(source: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "letters.txt").write_text("dear")
     with pytest.raises(CacheError, match=naming(tmp_path / "cache", "--set cache=DIR")):
-        stages.encode.dry_run(make_config(tmp_path), data=str(source), probe=False)
+        sana_pipe.stages.encode.dry_run(make_config(tmp_path), data=str(source), probe=False)
 
 
 def test_of_many_captions_a_sample_is_tokenized(
@@ -324,7 +324,7 @@ def test_of_many_captions_a_sample_is_tokenized(
     summary = dry(make_config(tmp_path), source, capsys, probe=False)
     assert summary["tokens"]["captions_tokenized"] == 4
     assert summary["tokens"]["total"] == pytest.approx(whole["tokens"]["total"], rel=0.5)
-    assert stages.encode.dry_run(make_config(tmp_path), data=str(source), probe=False) == 0
+    assert sana_pipe.stages.encode.dry_run(make_config(tmp_path), data=str(source), probe=False) == 0
     assert "a sample of 4 of 12" in capsys.readouterr().out
 
 
@@ -339,25 +339,25 @@ def test_what_is_not_used_is_named_and_captions_are_no_pictures(
     assert (summary["items"], summary["usable"], summary["rejects"]) == (12, 12, 0)
     assert sorted(summary["ignored"]["counts"].values()) == [1, 12]
     assert summary["ignored"]["examples"][".md file"] == ["notes.md"]
-    assert stages.encode.dry_run(config, data=str(source), probe=False) == 0
+    assert sana_pipe.stages.encode.dry_run(config, data=str(source), probe=False) == 0
     assert "notes.md" in capsys.readouterr().out
-    assert stages.encode.run(config, data=str(source))["rejects"] == 0
+    assert sana_pipe.stages.encode.run(config, data=str(source))["rejects"] == 0
     assert "notes.md" in capsys.readouterr().out
     table = tmp_path / "t.parquet"
     pictures = [path.read_bytes() for path in sorted(source.iterdir()) if path.suffix in (".jpg", ".png")]
     pq.write_table(pa.table({"mask": pictures, "image": pictures, "text": ["said"] * len(pictures)}), table)
     assert dry(config, table, capsys, probe=False)["picture_columns"] == ["image"]
-    assert stages.encode.dry_run(config, data=str(table), probe=False) == 0
+    assert sana_pipe.stages.encode.dry_run(config, data=str(table), probe=False) == 0
     assert "the column 'image'" in capsys.readouterr().out
     (source / "lost.jpg_large").write_bytes(pictures[0])
     with pytest.raises(RejectRateError):
-        stages.encode.run(config, data=str(source))
+        sana_pipe.stages.encode.run(config, data=str(source))
 
 
 def test_encode_gives_one_json_object_on_stdout(
     source: Path, make_config: MakeConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from pipeline.cli import main
+    from sana_pipe.cli import main
 
     (tmp_path / "config.yaml").write_text(dump(make_config(tmp_path)))
     (source / "noise.jpg").write_bytes(b"this is no picture")

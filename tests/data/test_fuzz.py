@@ -17,16 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.base.errors import ConfigError, IntegrityError, UserError
-from pipeline.config import load
-from pipeline.data.cache import codec, layout, shard
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.files import Files
-from pipeline.data.sources import filesystem
-from pipeline.data.sources.folder import FolderSource
-from pipeline.data.work import claims
-from pipeline.train.models.sana_shape import read_config
-from pipeline.train.training.checkpoint import CheckpointError, read_document
+from sana_pipe.base.errors import ConfigError, IntegrityError, UserError
+from sana_pipe.config import load
+from sana_pipe.data.cache import codec, layout, shard
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.sources import filesystem
+from sana_pipe.data.sources.folder import FolderSource
+from sana_pipe.data.work import claims
+from sana_pipe.train.models.sana_shape import read_config
+from sana_pipe.train.training.checkpoint import CheckpointError, read_document
 from tests.support.source_files import listed, make_tar, opened
 
 WORKER = Path(__file__).parents[1] / "support" / "workers" / "fuzzing.py"

@@ -22,29 +22,29 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import stages.bucket
-import stages.encode
-import stages.forget
-import stages.gc
-import stages.pack
-import stages.snapshots
-import stages.train
-import stages.verify
-from pipeline.base import disk, process_identity, retrying
-from pipeline.base.disk import STALE_TMP_S
-from pipeline.base.errors import AwayError, CacheError, IntegrityError, NoSpaceError, ResourceError, UserError
-from pipeline.config import Config, load
-from pipeline.data.cache import adopt, audit, garbage, index, layout, object_store, scratch, shard
-from pipeline.data.cache.cache import Cache, Unit
-from pipeline.data.cache.contradictions import contradictions
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.findings import damage_only, skip_damaged
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.lost import repair_documents
-from pipeline.data.cache.status import status
-from pipeline.data.loader.inputs import Inputs
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.snapshots import opening
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.forget
+import sana_pipe.stages.gc
+import sana_pipe.stages.pack
+import sana_pipe.stages.snapshots
+import sana_pipe.stages.train
+import sana_pipe.stages.verify
+from sana_pipe.base import disk, process_identity, retrying
+from sana_pipe.base.disk import STALE_TMP_S
+from sana_pipe.base.errors import AwayError, CacheError, IntegrityError, NoSpaceError, ResourceError, UserError
+from sana_pipe.config import Config, load
+from sana_pipe.data.cache import adopt, audit, garbage, index, layout, object_store, scratch, shard
+from sana_pipe.data.cache.cache import Cache, Unit
+from sana_pipe.data.cache.contradictions import contradictions
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.findings import damage_only, skip_damaged
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.lost import repair_documents
+from sana_pipe.data.cache.status import status
+from sana_pipe.data.loader.inputs import Inputs
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.snapshots import opening
 from tests.support import tiny_cache
 from tests.support.damage import flip
 from tests.support.messages import naming
@@ -133,12 +133,12 @@ def test_a_lost_document_is_no_permission(cache: Cache, capsys: pytest.CaptureFi
             path.unlink()
         before = sorted(path for path in cache.root.rglob("*") if path.is_file())
         with pytest.raises(IntegrityError) as error:
-            stages.gc.run(config, yes=True, older_than_hours=0)
+            sana_pipe.stages.gc.run(config, yes=True, older_than_hours=0)
         assert "encode" in str(error.value)
         assert sorted(path for path in cache.root.rglob("*") if path.is_file()) == before
         for path, content in zip(both, data, strict=True):
             path.write_bytes(content)
-    assert stages.gc.run(config, yes=True, older_than_hours=0) == 0
+    assert sana_pipe.stages.gc.run(config, yes=True, older_than_hours=0) == 0
     assert not list(audit.verify(cache))
 
 
@@ -554,7 +554,7 @@ def test_the_stores_clock_counts(cache: Cache, monkeypatch: pytest.MonkeyPatch) 
 def test_the_command_goes_by_the_stores_clock(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     young, real = a_shard(cache), time.time
     monkeypatch.setattr(time, "time", lambda: real() + OLD)
-    stages.gc.run(load("tiny", [f"cache={cache.root}"]), yes=True)
+    sana_pipe.stages.gc.run(load("tiny", [f"cache={cache.root}"]), yes=True)
     assert cache.files.exists(young)
 
 
@@ -708,19 +708,19 @@ def test_bucket_refuses_a_name_that_points_elsewhere(
     small_cache_copy: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(small_cache_copy.parent)
-    first = stages.bucket.run(config, name="r1")
-    assert stages.bucket.run(config, name="r1") == first
+    first = sana_pipe.stages.bucket.run(config, name="r1")
+    assert sana_pipe.stages.bucket.run(config, name="r1") == first
     other = make_config(small_cache_copy.parent, "bucket.batch=6")
     with pytest.raises(UserError):
-        stages.bucket.run(other, name="r1")
+        sana_pipe.stages.bucket.run(other, name="r1")
     assert Cache(config.cache).snapshot_of("r1") == Cache(config.cache).snapshot_of("latest") == first
-    second = stages.bucket.run(other, name="r1", move=True)
+    second = sana_pipe.stages.bucket.run(other, name="r1", move=True)
     assert Cache(config.cache).snapshot_of("r1") == second != first
-    assert stages.snapshots.name(config, first[:10], "old") == 0
+    assert sana_pipe.stages.snapshots.name(config, first[:10], "old") == 0
     assert Cache(config.cache).snapshot_of("old") == first
     with pytest.raises(UserError):
-        stages.snapshots.name(config, first, "r1")
-    assert stages.snapshots.name(config, second, "latest") == 0, "it points there already"
+        sana_pipe.stages.snapshots.name(config, first, "r1")
+    assert sana_pipe.stages.snapshots.name(config, second, "latest") == 0, "it points there already"
 
 
 def test_a_name_is_forgotten_and_may_be_given_again(
@@ -752,23 +752,23 @@ def test_a_forgotten_source_is_in_no_new_snapshot(
 ) -> None:
     config = make_config(small_cache_copy.parent)
     cache = Cache(config.cache)
-    before = stages.bucket.run(config, name="with")
-    assert stages.forget.run(config, source="photos") == 0
+    before = sana_pipe.stages.bucket.run(config, name="with")
+    assert sana_pipe.stages.forget.run(config, source="photos") == 0
     assert list(garbage.unneeded(cache, 0)) and "sana-pipe gc lists" in capsys.readouterr().out
     with pytest.raises(CacheError):
-        stages.forget.run(config, source="photos")
+        sana_pipe.stages.forget.run(config, source="photos")
     with pytest.raises(CacheError, match="no source"):
-        stages.bucket.run(config)
+        sana_pipe.stages.bucket.run(config)
     assert "photos" not in status(cache)["sources"]
     table = cache.files.document("sources/photos/00000000.json")["table"]
     assert Paths.table(table, "parquet") not in [name for name, _, _ in garbage.unneeded(cache, 0)], "a snapshot's"
     cache.point("latest", before)
-    stages.gc.run(config, yes=True, older_than_hours=0)
+    sana_pipe.stages.gc.run(config, yes=True, older_than_hours=0)
     assert not list(audit.verify(cache))
     assert cache.open_snapshot("with").id == before
-    done = stages.encode.run(config, data=str(photos))
+    done = sana_pipe.stages.encode.run(config, data=str(photos))
     assert (done["images"], done["captions"]) == (0, 0), "its records are still there"
-    assert stages.bucket.run(config) == before
+    assert sana_pipe.stages.bucket.run(config) == before
 
 
 def test_gc_removes_the_scans_of_a_forgotten_source(tmp_path: Path) -> None:
@@ -840,10 +840,10 @@ def test_a_pack_whose_name_cannot_be_given_is_refused_before_it_is_made(
     small_cache_copy: Path, make_config: MakeConfig
 ) -> None:
     config = make_config(small_cache_copy.parent)
-    stages.bucket.run(config, name="taken")
+    sana_pipe.stages.bucket.run(config, name="taken")
     for name in ("my pack", "taken"):
         with pytest.raises(UserError):
-            stages.pack.run(config, name=name)
+            sana_pipe.stages.pack.run(config, name=name)
         assert not list(small_cache_copy.glob("shards/packed-*/*/*.tar"))
 
 
@@ -892,7 +892,7 @@ def test_everything_that_a_run_reads_is_kept(cache: Cache, monkeypatch: pytest.M
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training ends where it would begin."""
-    from pipeline.train.training import build
+    from sana_pipe.train.training import build
 
     def begin(*_: object) -> None:
         raise UserError("it begins")
@@ -908,14 +908,14 @@ def test_a_refused_start_names_nothing(
     checkpoint = Path(config.train.output) / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
     with pytest.raises(UserError, match=naming(config.train.output, "--resume auto")):
-        stages.train.run(config)
+        sana_pipe.stages.train.run(config)
     assert cache.snapshot_names() == ["latest"]
     checkpoint.rmdir()
     with monkeypatch.context() as patch, pytest.raises(CacheError, match=naming("sana-pipe snapshots name")):
         read_only(cache.files, patch)
-        stages.train.run(config)
+        sana_pipe.stages.train.run(config)
     with pytest.raises(UserError, match="it begins"):
-        stages.train.run(config)
+        sana_pipe.stages.train.run(config)
     assert cache.snapshot_names() == ["latest", f"trained-{cache.open_snapshot().id[:16]}"]
 
 
@@ -938,12 +938,12 @@ def test_encode_makes_records_again_whose_shard_is_missing(
         if damage == "cut":
             path.write_bytes(b"cut")
     with pytest.raises(IntegrityError, match="verify --repair"):
-        stages.bucket.run(make_config(small_cache_copy.parent, "bucket.batch=6"))
-    done = stages.encode.run(config, data=str(photos))
+        sana_pipe.stages.bucket.run(make_config(small_cache_copy.parent, "bucket.batch=6"))
+    done = sana_pipe.stages.encode.run(config, data=str(photos))
     assert (done["images"], done["captions"]) == (lost["latent"], lost["text"]), "these, and no others"
-    again = stages.encode.run(config, data=str(photos))
+    again = sana_pipe.stages.encode.run(config, data=str(photos))
     assert (again["images"], again["captions"]) == (0, 0)
-    stages.bucket.run(config)
+    sana_pipe.stages.bucket.run(config)
     opened = cache.open_snapshot()
     assert len(opened) == 12
     opened.check_shards()
@@ -973,7 +973,7 @@ def test_a_lost_record_table_is_read_out_of_its_shard(cache: Cache) -> None:
 def test_bucket_brings_an_adopted_shard_again(tmp_path: Path, left: int | None) -> None:
     of = with_another(tmp_path)
     here, there = Path(of.cache), Path(of.bucket.caches[0])
-    first = stages.bucket.run(of)
+    first = sana_pipe.stages.bucket.run(of)
     shards = {p.relative_to(here) for p in here.glob("shards/*/*/*.tar")} & {
         p.relative_to(there) for p in there.glob("shards/*/*/*.tar")
     }
@@ -982,7 +982,7 @@ def test_bucket_brings_an_adopted_shard_again(tmp_path: Path, left: int | None) 
         (here / name).unlink()  # it may be a link to the other cache's
         if left is not None:
             (here / name).write_bytes((there / name).read_bytes()[:left])
-    assert stages.bucket.run(of) == first
+    assert sana_pipe.stages.bucket.run(of) == first
     assert all((here / name).read_bytes() == (there / name).read_bytes() for name in shards)
     assert not list(audit.verify(Cache(here)))
 
@@ -991,10 +991,10 @@ def test_a_lost_joint_shard_is_packed_again(
     small_cache_copy: Path, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(small_cache_copy.parent)
-    packed = stages.pack.run(config, as_json=True)
+    packed = sana_pipe.stages.pack.run(config, as_json=True)
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     lost = sorted(small_cache_copy.glob("shards/packed-*/*/*.tar"))[0]
     data = lost.read_bytes()
     lost.unlink()
-    assert stages.pack.run(config, name=summary["name"]) == packed
+    assert sana_pipe.stages.pack.run(config, name=summary["name"]) == packed
     assert lost.read_bytes() == data

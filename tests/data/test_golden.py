@@ -16,13 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import stages.bucket
-import stages.pack
-from pipeline.data.cache import layout
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.scan_table import SCAN
-from pipeline.data.encoding import plan as planning
-from pipeline.data.snapshots import making
+import sana_pipe.stages.bucket
+import sana_pipe.stages.pack
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.scan_table import SCAN
+from sana_pipe.data.encoding import plan as planning
+from sana_pipe.data.snapshots import making
 from tests.support import synthetic
 from tests.support.golden import GOLDEN, PAD, SETTINGS, batch_digests, config, losses_after
 from tests.support.trees import unpack
@@ -50,8 +50,8 @@ def test_an_earlier_snapshot_gives_the_same_batches(golden: Path, figures: dict[
 def test_an_earlier_cache_gives_the_same_snapshots(golden: Path, figures: dict[str, Any]) -> None:
     snapshots = figures["snapshots"]
     for name, overrides in SETTINGS.items():
-        assert stages.bucket.run(config(golden, *overrides), name=name) == snapshots[name]
-    assert stages.pack.run(config(golden, "bucket.pack_mib=1"), "plain", "packed") == snapshots["packed"]
+        assert sana_pipe.stages.bucket.run(config(golden, *overrides), name=name) == snapshots[name]
+    assert sana_pipe.stages.pack.run(config(golden, "bucket.pack_mib=1"), "plain", "packed") == snapshots["packed"]
 
 
 def test_new_snapshots_of_an_earlier_cache(golden: Path, figures: dict[str, Any]) -> None:
@@ -59,14 +59,16 @@ def test_new_snapshots_of_an_earlier_cache(golden: Path, figures: dict[str, Any]
     for folder in ("snapshots", "names"):
         shutil.rmtree(golden / "cache" / folder)
         shutil.rmtree(golden / "cache" / "copies" / folder)
-    made = {name: stages.bucket.run(config(golden, *overrides), name=name) for name, overrides in SETTINGS.items()}
-    made["packed"] = str(stages.pack.run(config(golden, "bucket.pack_mib=1"), "plain", "packed"))
+    made = {
+        name: sana_pipe.stages.bucket.run(config(golden, *overrides), name=name) for name, overrides in SETTINGS.items()
+    }
+    made["packed"] = str(sana_pipe.stages.pack.run(config(golden, "bucket.pack_mib=1"), "plain", "packed"))
     assert made == figures["snapshots"]
 
 
 def test_an_earlier_cache_is_continued(golden: Path) -> None:
     of, cache = config(golden), Cache(golden / "cache")
-    before = cache.open_snapshot(stages.bucket.run(of))
+    before = cache.open_snapshot(sana_pipe.stages.bucket.run(of))
     encodings = (synthetic.LATENT, synthetic.text_encoding(of))
     for source in cache.sources():
         last = cache.last_scan(source)
@@ -85,7 +87,7 @@ def test_an_earlier_cache_is_continued(golden: Path) -> None:
     plan = planning.plan_images(cache, synthetic.LATENT, pa.concat_tables([images, more]), of.encode)[-1]
     assert sorted(cache.table(plan.table).column("item").to_pylist()) == sorted(p.item for p in new)
     synthetic.add(of, "new", new)
-    after = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    after = Cache(of.cache).open_snapshot(sana_pipe.stages.bucket.run(of))
     ids = {sample for some in before.sample_ids() for sample in some.tolist()}
     grown = {sample for some in after.sample_ids() for sample in some.tolist()}
     assert ids < grown and len(grown - ids) == len(new)

@@ -16,15 +16,15 @@ import pytest
 import torch
 from PIL import Image
 
-import stages.bucket
-import stages.encode
-from pipeline.config import Config
-from pipeline.data.cache import audit
-from pipeline.data.cache.cache import Cache
-from pipeline.data.encoders.frozen import from_bits
-from pipeline.data.encoders.vae import LatentEncoder
-from pipeline.data.images import decoding
-from pipeline.data.signals.latent import LatentEncoding
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+from sana_pipe.config import Config
+from sana_pipe.data.cache import audit
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.encoders.frozen import from_bits
+from sana_pipe.data.encoders.vae import LatentEncoder
+from sana_pipe.data.images import decoding
+from sana_pipe.data.signals.latent import LatentEncoding
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.trees import files
 
@@ -161,7 +161,7 @@ def test_each_sample_has_the_right_record_or_a_reason(
     samples = Samples(seed, layout, kind, data)
     option = f"data.pictures.{kind}.{WAYS[layout]}"
     config = make_config(tmp_path, "encode.max_reject_rate=1", option)
-    done = stages.encode.run(config, str(data))
+    done = sana_pipe.stages.encode.run(config, str(data))
     refused = {name for name, reason in samples.expected.items() if reason is not None}
     with Path(config.cache, "reports/rejects-data.csv").open() as sheet:
         reasons = {row["item"]: row["reason"] for row in csv.DictReader(sheet)}
@@ -172,10 +172,10 @@ def test_each_sample_has_the_right_record_or_a_reason(
             samples.form[name],
             reason,
         )
-    before, again = files(Path(config.cache)), stages.encode.run(config, str(data))
+    before, again = files(Path(config.cache)), sana_pipe.stages.encode.run(config, str(data))
     assert again[f"{kind}s"] == again["images"] == 0 and again["rejects"] == len(refused)
     assert not list(audit.verify(Cache(config.cache))) and files(Path(config.cache)).keys() >= before.keys()
-    stages.bucket.run(config)
+    sana_pipe.stages.bucket.run(config)
     snapshot, vae = Cache(config.cache).open_snapshot(), LatentEncoder.load(config.vae, torch.device("cpu"))
     assert len(snapshot) == COUNT - len(refused)
     encoding, reader = snapshot.pictures[kind], snapshot.reader(kind)

@@ -26,10 +26,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageFile, ImageOps, PngImagePlugin
 
-from pipeline.base.errors import UserError
-from pipeline.data.images import decoding, pillow_decoder, resize, vips_decoder
-from pipeline.data.images.decoding import ImageReject, probe
-from pipeline.data.images.resize import cover_box
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.images import decoding, pillow_decoder, resize, vips_decoder
+from sana_pipe.data.images.decoding import ImageReject, probe
+from sana_pipe.data.images.resize import cover_box
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 HOSTILE, EXIF = SHARED / "hostile", SHARED / "exif"
@@ -1006,8 +1006,8 @@ def test_the_choice_of_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_filter_by_target() -> None:
-    from pipeline.data.images.buckets import table
-    from pipeline.data.sources.config import DataConfig
+    from sana_pipe.data.images.buckets import table
+    from sana_pipe.data.sources.config import DataConfig
 
     for resolution in (256, 512, 1024, 4096):
         shapes = table(DataConfig(resolution=resolution), resolution // 16)
@@ -1046,7 +1046,7 @@ def test_decoders_that_warn_print_nothing(tmp_path: Path, options: list[str]) ->
     for index, data in enumerate(noisy):
         (tmp_path / str(index)).write_bytes(data)
     script = (
-        "import logging, sys, pathlib\nlogging.basicConfig()\nfrom pipeline.data.images import decoding\n"
+        "import logging, sys, pathlib\nlogging.basicConfig()\nfrom sana_pipe.data.images import decoding\n"
         "for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):\n"
         "    try: decoding.load(path.read_bytes(), (32, 32), decoder=sys.argv[2]); print('loaded')\n"
         "    except decoding.ImageReject as error: print('reject')\n"

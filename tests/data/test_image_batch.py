@@ -14,13 +14,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import stages.encode
-from pipeline.base import launch
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.encoders import vae as encoders
-from pipeline.data.encoding import image_batch, plan, unit_records
-from pipeline.data.encoding.config import EncodeConfig
+import sana_pipe.stages.encode
+from sana_pipe.base import launch
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.encoders import vae as encoders
+from sana_pipe.data.encoding import image_batch, plan, unit_records
+from sana_pipe.data.encoding.config import EncodeConfig
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.parameters import first_quick
 
@@ -133,7 +133,7 @@ def test_on_a_cpu_and_with_ray_the_batch_is_fixed_and_a_number_is_taken_as_it_is
     monkeypatch.setattr(encoders, "footprint", lambda *args: pytest.fail("asked"))
     for size, value in ((8, "auto"), (2, 2)):
         config = make_config(tmp_path / str(value), f"encode.image_batch={value}", "encode.device=cpu")
-        stages.encode.run(config, data=str(photos))
+        sana_pipe.stages.encode.run(config, data=str(photos))
         planned = units(config)
         assert planned and all(batches == {size} for batches in planned.values())
 
@@ -163,7 +163,7 @@ def test_a_killed_run_and_a_process_with_other_memory_make_the_planned_bytes(
     monkeypatch.setattr(encoders.LatentEncoder, "encode", counted)
     with_room_for(2)
     whole = make_config(tmp_path / "whole", *options)
-    stages.encode.run(whole, data=str(photos))
+    sana_pipe.stages.encode.run(whole, data=str(photos))
     assert max(max(batches) for batches in units(whole).values()) == 2 == max(count for _, count in sizes)
 
     killed = make_config(tmp_path / "killed", *options)
@@ -179,10 +179,10 @@ def test_a_killed_run_and_a_process_with_other_memory_make_the_planned_bytes(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(unit_records, "write_unit", until_the_third)
-        stages.encode.run(killed, data=str(photos))
+        sana_pipe.stages.encode.run(killed, data=str(photos))
     assert len(written) == 2 and shards(tmp_path / "killed") != shards(tmp_path / "whole")
     with_room_for(100)
-    stages.encode.run(killed, data=str(photos))
+    sana_pipe.stages.encode.run(killed, data=str(photos))
     assert units(killed) == units(whole)
     assert max(count for _, count in sizes) == 2
     assert shards(tmp_path / "killed") == shards(tmp_path / "whole")

@@ -19,17 +19,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.base import disk
-from pipeline.base.errors import CacheError
-from pipeline.data.cache import audit, layout
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.garbage import unneeded
-from pipeline.data.cache.shard import ShardReader
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_samples import NAMES
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
+from sana_pipe.base import disk
+from sana_pipe.base.errors import CacheError
+from sana_pipe.data.cache import audit, layout
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.garbage import unneeded
+from sana_pipe.data.cache.shard import ShardReader
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_samples import NAMES
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
 from tests.support.damage import flip

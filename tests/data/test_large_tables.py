@@ -10,18 +10,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import stages.bucket
-from pipeline.base.errors import CacheError
-from pipeline.data.cache import arrow, keys, layout, scratch, shard
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.scan_table import SCAN
-from pipeline.data.encoding import plan as planning
-from pipeline.data.encoding import scan as scanning
-from pipeline.data.encoding import scan_rows
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.snapshots import assemble, frames, join
-from pipeline.data.sources.detect import open_source
+import sana_pipe.stages.bucket
+from sana_pipe.base.errors import CacheError
+from sana_pipe.data.cache import arrow, keys, layout, scratch, shard
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.scan_table import SCAN
+from sana_pipe.data.encoding import plan as planning
+from sana_pipe.data.encoding import scan as scanning
+from sana_pipe.data.encoding import scan_rows
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.snapshots import assemble, frames, join
+from sana_pipe.data.sources.detect import open_source
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.synthetic import LATENT, TABLE, add, config, pictures
 
@@ -177,7 +177,7 @@ def test_snapshots_are_the_same_however_their_tables_are_cut(tmp_path: Path, mon
         for i, p in enumerate(pictures(60))
     ]
     add(of, "one", many)
-    whole = stages.bucket.run(of)
+    whole = sana_pipe.stages.bucket.run(of)
     assert len(Cache(of.cache).open_snapshot(whole)) == 45
     monkeypatch.setattr(arrow, "ROWS", 7)
     monkeypatch.setattr(frames, "ROWS", 7)
@@ -187,11 +187,14 @@ def test_snapshots_are_the_same_however_their_tables_are_cut(tmp_path: Path, mon
     files: list[int] = []
     unnamed = scratch.unnamed_file
     monkeypatch.setattr(scratch, "unnamed_file", lambda *args, **options: files.append(1) or unnamed(*args, **options))
-    assert stages.bucket.run(of) == whole
+    assert sana_pipe.stages.bucket.run(of) == whole
     assert len(files) > 10
 
     monkeypatch.setattr(assemble, "CHUNK_ROWS", 7)
-    parts, all_rows = Cache(of.cache).open_snapshot(stages.bucket.run(of)), Cache(of.cache).open_snapshot(whole)
+    parts, all_rows = (
+        Cache(of.cache).open_snapshot(sana_pipe.stages.bucket.run(of)),
+        Cache(of.cache).open_snapshot(whole),
+    )
     assert [chunk.rows for chunk in parts.head.chunks] == [7] * 6 + [3]
     found, expected = (pa.concat_tables(snapshot.tables()).column("sample_id") for snapshot in (parts, all_rows))
     assert found.to_pylist() == expected.to_pylist()

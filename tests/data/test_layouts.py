@@ -18,20 +18,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import stages.encode
-from pipeline.base.errors import UserError
-from pipeline.base.options import value_at
-from pipeline.config import Config
-from pipeline.data.cache import arrow
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.scan_table import SCAN
-from pipeline.data.encoding import prompts as prompt_lists
-from pipeline.data.encoding import understood
-from pipeline.data.sources import name_patterns
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.detect import open_source
-from pipeline.data.sources.name_patterns import CONTROL, MASK, REGULARISATION, UNKNOWN
-from pipeline.data.sources.reject_kinds import Kinds
+import sana_pipe.stages.encode
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.options import value_at
+from sana_pipe.config import Config
+from sana_pipe.data.cache import arrow
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.scan_table import SCAN
+from sana_pipe.data.encoding import prompts as prompt_lists
+from sana_pipe.data.encoding import understood
+from sana_pipe.data.sources import name_patterns
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.detect import open_source
+from sana_pipe.data.sources.name_patterns import CONTROL, MASK, REGULARISATION, UNKNOWN
+from sana_pipe.data.sources.reject_kinds import Kinds
 from tests.support.layouts import (
     BEGIN,
     COUNT,
@@ -162,7 +162,7 @@ def test_folders_of_regularisation_pictures_are_seen(names: list[str], folders: 
 
 
 def dry(make_config: MakeConfig, place: Path, *overrides: str) -> int:
-    return stages.encode.dry_run(make_config(place.parent, *overrides), str(place), probe=False)
+    return sana_pipe.stages.encode.dry_run(make_config(place.parent, *overrides), str(place), probe=False)
 
 
 def test_encode_refuses_a_default_caption_for_masks_until_it_is_said_what_they_are(
@@ -187,18 +187,18 @@ def test_what_an_encode_accepted_is_not_asked_again(tmp_path: Path, make_config:
         picture(tmp_path / f"data/{number}.png", (32, 32))
         picture(tmp_path / f"data/{number}_mask.png", (32, 32))
     config = make_config(tmp_path, "data.caption=sks", "data.pictures={}")
-    assert stages.encode.run(config, str(tmp_path / "data"))["items"] == 4
+    assert sana_pipe.stages.encode.run(config, str(tmp_path / "data"))["items"] == 4
     config = make_config(tmp_path, "data.caption=sks")
-    assert stages.encode.run(config, str(tmp_path / "data"))["items"] == 4
+    assert sana_pipe.stages.encode.run(config, str(tmp_path / "data"))["items"] == 4
     for number in range(2):
         picture(tmp_path / f"data/edges/{number}.png", (32, 32))
     with pytest.raises(UserError, match=naming("data.pictures.control.folder=edges")):
-        stages.encode.run(config, str(tmp_path / "data"))
+        sana_pipe.stages.encode.run(config, str(tmp_path / "data"))
     config = make_config(tmp_path, "data.caption=sks", "data.pictures.control={folder: edges, required: false}")
-    stages.encode.run(config, str(tmp_path / "data"))
+    sana_pipe.stages.encode.run(config, str(tmp_path / "data"))
     picture(tmp_path / "data/poses/0.png", (32, 32))
     with pytest.raises(UserError, match=naming("poses/0.png", "data.caption=")):
-        stages.encode.run(in_file(make_config(tmp_path), caption="sks"), str(tmp_path / "data"))
+        sana_pipe.stages.encode.run(in_file(make_config(tmp_path), caption="sks"), str(tmp_path / "data"))
 
 
 def test_masks_of_another_name_than_those_that_need_not_be_there_are_refused_with_the_command_that_renames_them(
@@ -219,7 +219,7 @@ def test_masks_of_another_name_than_those_that_need_not_be_there_are_refused_wit
 
 
 def test_control_pictures_next_to_those_that_are_used_do_not_get_the_trigger_word(tmp_path: Path) -> None:
-    from stages import init
+    from sana_pipe.stages import init
 
     four_folders(tmp_path / "data")
     chosen = ("data.pictures.control.folder=edges", "data.pictures.mask.folder=masks")
@@ -243,7 +243,7 @@ def test_regularisation_pictures_get_the_prefix_only_by_set(
     config = make_config(tmp_path)
 
     def captions(name: str, config: Config) -> list[str]:
-        stages.encode.run(config, str(tmp_path / name))
+        sana_pipe.stages.encode.run(config, str(tmp_path / name))
         cache = Cache(config.cache)
         scan = cache.last_scan(name)
         assert scan is not None
@@ -264,7 +264,7 @@ def test_regularisation_pictures_without_captions_do_not_get_the_subjects(
     pictures(tmp_path / "reg", caption=None)
     file = in_file(make_config(tmp_path), caption="sks dog")
     with pytest.raises(UserError, match=naming("reg", "sks dog", "data.caption=dog")):
-        stages.encode.dry_run(file, str(tmp_path / "reg"), probe=False)
+        sana_pipe.stages.encode.dry_run(file, str(tmp_path / "reg"), probe=False)
     capsys.readouterr()
     assert dry(make_config, tmp_path / "reg", "data.caption=dog") == 0
     assert "sks" not in capsys.readouterr().out
@@ -437,7 +437,7 @@ def test_captions_in_another_place_of_a_tar_are_not_replaced_by_the_trigger_word
     IN_TARS[name](tmp_path / "data")
     config = in_file(make_config(tmp_path), caption="sks dog")
     with pytest.raises(UserError, match=naming(name)) as error:
-        stages.encode.dry_run(config, str(tmp_path / "data"), probe=False)
+        sana_pipe.stages.encode.dry_run(config, str(tmp_path / "data"), probe=False)
     fix = str(error.value.fix)
     subprocess.run(["bash", "-ec", fix.partition(", and then")[0]], check=True)
     [place] = re.findall("with --data ([^ ;]+)", fix)
@@ -485,8 +485,8 @@ def test_init_takes_regularisation_pictures_for_none_of_the_subject(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prefix is the subject's alone; the command for the others comes before `run`."""
-    from pipeline.config import load
-    from stages import init
+    from sana_pipe.config import load
+    from sana_pipe.stages import init
 
     monkeypatch.setattr(init, "expected", lambda *arguments: [])
     pictures(tmp_path / "dog")
@@ -519,16 +519,16 @@ def test_a_folder_of_links_and_a_mistyped_name_are_answered_with_the_place(
 def test_run_without_a_configuration_says_that_it_trains_the_whole_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import stages.run
-    from pipeline.config import load_given, shipped
+    import sana_pipe.stages.run
+    from sana_pipe.config import load_given, shipped
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(stages.run, "chain", lambda *arguments: iter(()))
-    assert stages.run.run(*load_given(None), None, (), ("pictures",), None) == 0
+    monkeypatch.setattr(sana_pipe.stages.run, "chain", lambda *arguments: iter(()))
+    assert sana_pipe.stages.run.run(*load_given(None), None, (), ("pictures",), None) == 0
     said = capsys.readouterr().out
     assert "whole model" in said and "sana-pipe init --data pictures" in said
     shutil.copy(shipped()[0], "sana-pipe.yaml")
-    assert stages.run.run(*load_given(None), None, (), ("pictures",), None) == 0
+    assert sana_pipe.stages.run.run(*load_given(None), None, (), ("pictures",), None) == 0
     assert "whole model" not in capsys.readouterr().out
 
 
@@ -623,5 +623,5 @@ def test_a_table_in_another_encoding_is_refused_with_it(tmp_path: Path, make_con
     picture(tmp_path / "data/0.png")
     (tmp_path / "data/metadata.csv").write_bytes("file_name,caption\n0.png,a café\n".encode("cp1252"))
     with pytest.raises(UserError, match="iconv -f CP1252 -t UTF-8") as error:
-        stages.encode.run(make_config(tmp_path, "data.caption_field=caption"), str(tmp_path / "data"))
+        sana_pipe.stages.encode.run(make_config(tmp_path, "data.caption_field=caption"), str(tmp_path / "data"))
     assert "which no item has" not in str(error.value)

@@ -9,16 +9,16 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipeline.base.errors import IntegrityError
-from pipeline.data.cache import audit, garbage, index, keys, layout
-from pipeline.data.cache.cache import Cache, Unit, Units
-from pipeline.data.cache.contradictions import contradictions
-from pipeline.data.cache.folder_store import FolderStore
-from pipeline.data.cache.keys import Digests
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.lost import repair_documents
-from pipeline.data.cache.snapshot_lists import publish
-from pipeline.data.signals.latent import LatentEncoding
+from sana_pipe.base.errors import IntegrityError
+from sana_pipe.data.cache import audit, garbage, index, keys, layout
+from sana_pipe.data.cache.cache import Cache, Unit, Units
+from sana_pipe.data.cache.contradictions import contradictions
+from sana_pipe.data.cache.folder_store import FolderStore
+from sana_pipe.data.cache.keys import Digests
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.lost import repair_documents
+from sana_pipe.data.cache.snapshot_lists import publish
+from sana_pipe.data.signals.latent import LatentEncoding
 from tests.support import tiny_cache
 
 ENCODING = LatentEncoding(weights="w")
@@ -69,7 +69,7 @@ def test_lists_give_back_what_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, at_a_time: int
 ) -> None:
     for module in ("index", "cache", "snapshot_lists"):
-        monkeypatch.setattr(f"pipeline.data.cache.{module}.ENTRIES", at_a_time)
+        monkeypatch.setattr(f"sana_pipe.data.cache.{module}.ENTRIES", at_a_time)
     files = Cache(tmp_path / "cache", create=True).files
     units = [Unit(f"{n:032x}", 3 * n, 3, 8) for n in range(count)]
     made = Units.read(files, publish(files, Units.table_of(iter(units))).values())
@@ -91,7 +91,7 @@ def test_the_table_of_a_list_does_not_depend_on_how_it_was_made(monkeypatch: pyt
     """Processes that merge the same commits write the same segment."""
     before = index.to_ipc(index.Commits.table_of(commits(50)))
     for module in ("index", "snapshot_lists"):
-        monkeypatch.setattr(f"pipeline.data.cache.{module}.ENTRIES", 7)
+        monkeypatch.setattr(f"sana_pipe.data.cache.{module}.ENTRIES", 7)
     table = index.Commits.table_of(iter(commits(50)))
     assert index.to_ipc(table) == before
     assert index.to_ipc(index.Commits.table_of(index.Commits.entries_of(table))) == before
@@ -103,7 +103,7 @@ def test_a_list_and_its_copy_exist_before_its_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, large: bool
 ) -> None:
     if large:
-        monkeypatch.setattr("pipeline.data.cache.scratch.LIMIT", 1)
+        monkeypatch.setattr("sana_pipe.data.cache.scratch.LIMIT", 1)
     published, create = list[str](), FolderStore.create
     monkeypatch.setattr(
         FolderStore, "create", lambda store, name, data: [create(store, name, data), published.append(name)][0]

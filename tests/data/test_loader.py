@@ -13,18 +13,18 @@ import pytest
 import torch
 from PIL import Image
 
-import stages.bucket
-import stages.encode
-from pipeline.base.errors import ConfigError, IntegrityError
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.layout import Paths
-from pipeline.data.encoders import vae as encoders
-from pipeline.data.encoders.text import TextEncoder
-from pipeline.data.loader.batch_prefetch import BatchPrefetch, OnRead
-from pipeline.data.loader.loader import Batch, Loaded, Loader, LoaderSettings, LoaderState, bf16
-from pipeline.data.sources import caption_rules
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+from sana_pipe.base.errors import ConfigError, IntegrityError
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.encoders import vae as encoders
+from sana_pipe.data.encoders.text import TextEncoder
+from sana_pipe.data.loader.batch_prefetch import BatchPrefetch, OnRead
+from sana_pipe.data.loader.loader import Batch, Loaded, Loader, LoaderSettings, LoaderState, bf16
+from sana_pipe.data.sources import caption_rules
 from tests.support.loading import loader_settings
 from tests.support.waiting import until
 
@@ -102,7 +102,7 @@ def test_resuming_at_any_step_continues_the_sequence(small_cache: Path) -> None:
 
 
 def test_resuming_late_reads_only_the_next_batch(small_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.data.cache.shard import ShardReader
+    from sana_pipe.data.cache.shard import ShardReader
 
     read: list[int] = []
     real = ShardReader.read_span
@@ -178,16 +178,16 @@ def numbered(make_config: MakeConfig, tmp_path_factory: pytest.TempPathFactory) 
         Image.fromarray(cells).resize(sizes[number % 3], Image.Resampling.NEAREST).save(source / f"{number:02d}.png")
         (source / f"{number:02d}.txt").write_text(f"picture number {number} {'very ' * (number % 5)}good")
     config = make_config(folder)
-    stages.encode.run(config, data=str(source))
-    stages.bucket.run(config)
-    from pipeline.data.cache.layout import sample_id
+    sana_pipe.stages.encode.run(config, data=str(source))
+    sana_pipe.stages.bucket.run(config)
+    from sana_pipe.data.cache.layout import sample_id
 
     return config, {sample_id("numbers", f"{n:02d}.png"): f"{n:02d}" for n in range(24)}
 
 
 def mispaired(config: Config, ids: dict[int, str], batches: list[Batch]) -> int:
     """How many members' latent or caption is not nearest to those encoded straight from the files of their id."""
-    from pipeline.data.images import decoding
+    from sana_pipe.data.images import decoding
 
     source = Path(config.cache).parent / "numbers"
     vae = encoders.LatentEncoder.load(config.vae, "cpu")

@@ -22,18 +22,18 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.base import disk
-from pipeline.base.errors import CacheError, IntegrityError, UserError
-from pipeline.data.cache import shard
-from pipeline.data.cache import snapshot as snapshots
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.shard import ShardReader
-from pipeline.data.loader import length_grouping, quarantine, randomness
-from pipeline.data.loader.loader import Loader, LoaderState, unpack
-from pipeline.data.loader.planner import Planner
-from pipeline.data.loader.schedule import Schedule
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
+from sana_pipe.base import disk
+from sana_pipe.base.errors import CacheError, IntegrityError, UserError
+from sana_pipe.data.cache import shard
+from sana_pipe.data.cache import snapshot as snapshots
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.shard import ShardReader
+from sana_pipe.data.loader import length_grouping, quarantine, randomness
+from sana_pipe.data.loader.loader import Loader, LoaderState, unpack
+from sana_pipe.data.loader.planner import Planner
+from sana_pipe.data.loader.schedule import Schedule
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
 from tests.support import tiny_cache
 from tests.support.consumed import loader, seen, sequence
 from tests.support.damage import flip
@@ -135,7 +135,7 @@ def test_draws_are_those_of_a_generator_of_their_own() -> None:
 
 
 def test_columns_across_chunks_are_what_the_samples_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.data.cache.snapshot_samples.CHUNK_ROWS", 7)
+    monkeypatch.setattr("sana_pipe.data.cache.snapshot_samples.CHUNK_ROWS", 7)
     opened = tiny_cache.build(tmp_path / "cache").open_snapshot()
     assert len(opened.head.chunks) > 3
     rng = np.random.default_rng(0)
@@ -495,8 +495,8 @@ def test_a_process_with_a_hanging_read_ends(cache: Cache) -> None:
     """A read of a dead file system must not keep the process alive: the thread is left behind."""
     script = (
         "import sys, threading; sys.path.insert(0, sys.argv[1])\n"
-        "from pathlib import Path; from pipeline.data.cache.cache import Cache\n"
-        "from pipeline.data.cache.shard import ShardReader\n"
+        "from pathlib import Path; from sana_pipe.data.cache.cache import Cache\n"
+        "from sana_pipe.data.cache.shard import ShardReader\n"
         "from tests.support.consumed import loader\n"
         "reading = loader(Cache(Path(sys.argv[2])), prefetch=2, threads=2, timeout_s=0.5)\n"
         "ShardReader.read_span = lambda *a: threading.Event().wait()\n"
@@ -708,7 +708,7 @@ def test_a_process_with_few_descriptors_reads_many_shards(
 
 
 def test_chunks_take_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.data.cache.snapshot_samples.CHUNK_ROWS", 4)
+    monkeypatch.setattr("sana_pipe.data.cache.snapshot_samples.CHUNK_ROWS", 4)
     opened = tiny_cache.build(tmp_path / "cache").open_snapshot()
     opened.sample(0)
     before = os.listdir("/dev/fd")

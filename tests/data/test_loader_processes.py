@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.cache.cache import Cache
+from sana_pipe.data.cache.cache import Cache
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
 from tests.support.damage import flip

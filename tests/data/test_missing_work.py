@@ -9,14 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.data.cache import index
-from pipeline.data.cache.cache import Cache, Unit, WorkList
-from pipeline.data.cache.index import RecordReject
-from pipeline.data.cache.keys import binary, key_bytes
-from pipeline.data.cache.layout import Paths
-from pipeline.data.encoding import plan as planning
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.encoding.unit_records import EncodedRecord, write_unit
+from sana_pipe.data.cache import index
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.data.cache.index import RecordReject
+from sana_pipe.data.cache.keys import binary, key_bytes
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.encoding import plan as planning
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.encoding.unit_records import EncodedRecord, write_unit
 from tests.support.constants import constants, unit_sizes
 from tests.support.lowered import lower_limits
 from tests.support.synthetic import LATENT

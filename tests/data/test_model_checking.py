@@ -37,12 +37,12 @@ from hypothesis.stateful import (
 )
 from PIL import Image, ImageDraw
 
-from pipeline.base.errors import IntegrityError, UserError
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.folder_store import FolderStore
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.signals.text import TextEncoding
+from sana_pipe.base.errors import IntegrityError, UserError
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.folder_store import FolderStore
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.signals.text import TextEncoding
 from tests.support.constants import set_constants, unit_sizes
 
 KILLED = -int(signal.SIGKILL)
@@ -188,9 +188,9 @@ class Chain(RuleBasedStateMachine):
                 (self.pictures / f"{name}.{suffix}").unlink()
 
     def _encode(self) -> Any:
-        import stages.encode
+        import sana_pipe.stages.encode
 
-        return stages.encode.run(self.config, data=str(self.pictures))
+        return sana_pipe.stages.encode.run(self.config, data=str(self.pictures))
 
     def _records(self) -> int:
         cache = Cache(self.config.cache)
@@ -245,11 +245,11 @@ class Chain(RuleBasedStateMachine):
         how: Callable[[Callable[[], Any]], Callable[[], Any]],
         caches: Sequence[str] = (),
     ) -> str | None:
-        import stages.bucket
+        import sana_pipe.stages.bucket
 
         name = None if name in self.named else name
         config = self._with_caches(caches)
-        code, value = forked(how(lambda: stages.bucket.run(config, name=name)))
+        code, value = forked(how(lambda: sana_pipe.stages.bucket.run(config, name=name)))
         self._documented(code, value)
         if code == 0 and name is not None:
             self.named[name] = self._samples(value) if not self.damaged else set()
@@ -271,9 +271,9 @@ class Chain(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(("r1", "r2", "latest")), at=st.integers(0, 4), before=st.booleans())
     def unname(self, name: str, at: int, before: bool) -> None:
-        import stages.forget
+        import sana_pipe.stages.forget
 
-        code, value = forked(dying(lambda: stages.forget.run(self.config, snapshot=name), at, before))
+        code, value = forked(dying(lambda: sana_pipe.stages.forget.run(self.config, snapshot=name), at, before))
         assert code in (0, 1, 2, 3, 4, 5, KILLED), f"exit code {code}: {value}"
         assert name != "latest" or code not in (0, KILLED), "latest was forgotten"
         assert self.damaged or name not in self.named or code in (0, KILLED), value
@@ -282,24 +282,26 @@ class Chain(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 20), before=st.booleans())
     def repair_that_dies(self, at: int, before: bool) -> None:
-        import stages.verify
+        import sana_pipe.stages.verify
 
-        self._dies(lambda: stages.verify.run(self.config, repair=True), at, before)
+        self._dies(lambda: sana_pipe.stages.verify.run(self.config, repair=True), at, before)
 
     @rule(at=st.integers(0, 20), before=st.booleans())
     def pack(self, at: int, before: bool) -> None:
-        import stages.pack
+        import sana_pipe.stages.pack
 
-        code, value = forked(dying(lambda: stages.pack.run(self.config, name="packed"), at, before))
+        code, value = forked(dying(lambda: sana_pipe.stages.pack.run(self.config, name="packed"), at, before))
         self._documented(code, value)
 
     @rule(at=st.integers(0, 20), before=st.booleans())
     def gc(self, at: int, before: bool) -> None:
         """It refuses while there are shards of work that was stopped."""
-        import stages.gc
+        import sana_pipe.stages.gc
 
         records = self._readable_records()
-        code, value = forked(dying(lambda: stages.gc.run(self.config, yes=True, older_than_hours=0), at, before))
+        code, value = forked(
+            dying(lambda: sana_pipe.stages.gc.run(self.config, yes=True, older_than_hours=0), at, before)
+        )
         unfinished = code == IntegrityError.exit_code and ("is in no plan" in value or "is not committed" in value)
         if not (self.stopped and unfinished):
             self._documented(code, value)
@@ -322,9 +324,9 @@ class Chain(RuleBasedStateMachine):
 
     @rule()
     def status(self) -> None:
-        import stages.status
+        import sana_pipe.stages.status
 
-        self._documented(*forked(lambda: stages.status.run(self.config)))
+        self._documented(*forked(lambda: sana_pipe.stages.status.run(self.config)))
 
     # ------------------------------------------------------------ what happens to disks
 
@@ -360,12 +362,12 @@ class Chain(RuleBasedStateMachine):
     @rule()
     def come_back(self) -> None:
         """Repair, encode, bucket: the way back from everything."""
-        import stages.verify
+        import sana_pipe.stages.verify
 
         config = self._with_caches([self.other] if self.adopted else [])  # as the error of a repair says
 
         def verify(repair: bool) -> tuple[int, Any]:
-            return forked(lambda: stages.verify.run(config, repair=repair))
+            return forked(lambda: sana_pipe.stages.verify.run(config, repair=repair))
 
         was = self.damaged
         for _ in range(3):
@@ -403,7 +405,7 @@ class Chain(RuleBasedStateMachine):
     def named_snapshots_are_whole_or_reported(self) -> None:
         if not hasattr(self, "config") or not (self.folder / "cache" / "names").exists():
             return
-        import stages.verify
+        import sana_pipe.stages.verify
 
         def readable() -> int:
             cache = Cache(self.config.cache)
@@ -415,11 +417,11 @@ class Chain(RuleBasedStateMachine):
 
         if forked(readable)[0] != 0:
             assert self.damaged, "a named snapshot cannot be read, though nothing was damaged"
-            assert forked(lambda: stages.verify.run(self.config))[0] != 0, "verify says nothing of it"
+            assert forked(lambda: sana_pipe.stages.verify.run(self.config))[0] != 0, "verify says nothing of it"
 
     def _only_shards_without_a_plan(self) -> None:
         """Check that `verify` names nothing but shards of a killed adoption, which come before their plan."""
-        from pipeline.data.cache import audit
+        from sana_pipe.data.cache import audit
 
         code, found = forked(lambda: [f.problem for f in audit.verify(Cache(self.config.cache), lambda _: None)])
         assert code == 0 and found and all("is in no plan" in problem for problem in found), found
@@ -453,7 +455,7 @@ class Chain(RuleBasedStateMachine):
         return set(value)
 
     def _findings(self) -> str:
-        from pipeline.data.cache import audit
+        from sana_pipe.data.cache import audit
 
         return str(
             forked(lambda: [f"{f.path}: {f.problem}" for f in audit.verify(Cache(self.config.cache), lambda _: None)])
@@ -471,8 +473,8 @@ def test_every_chain_leads_back_to_a_whole_cache(
 ) -> None:
     """Examples: `--fault-seeds` times four. A failure prints its chain. Once mended it becomes a test of the code that
     failed, in addition to the others of that code."""
-    set_constants(monkeypatch, {**unit_sizes(2, 3), "pipeline.data.work.claims.STALE_S": 0.2})
-    import stages.encode
+    set_constants(monkeypatch, {**unit_sizes(2, 3), "sana_pipe.data.work.claims.STALE_S": 0.2})
+    import sana_pipe.stages.encode
 
     Chain.make_config = staticmethod(make_config)
     config, pictures = make_config(tmp_path, "text.mode=exact", "data.decoder=pillow"), tmp_path / "others"
@@ -480,7 +482,7 @@ def test_every_chain_leads_back_to_a_whole_cache(
     for n, name in enumerate(sorted(OTHERS)):
         Image.new("RGB", SIZES[n], (9, 90, 200)).save(pictures / f"{name}.png")
         (pictures / f"{name}.txt").write_text(f"another picture, {name}")
-    assert forked(lambda: stages.encode.run(config, data=str(pictures))["images"])[0] == len(OTHERS)
+    assert forked(lambda: sana_pipe.stages.encode.run(config, data=str(pictures))["images"])[0] == len(OTHERS)
     Chain.other = config.cache
     examples = 4 * pytestconfig.getoption("--fault-seeds")
     run_state_machine_as_test(

@@ -10,8 +10,8 @@ import pytest
 import skimage.data
 from PIL import Image, ImageDraw, ImageOps
 
-from pipeline.data.images.perceptual_hash import BITS, LENGTH, VIEW_WORDS, WORDS, flipped, hashes
-from pipeline.data.snapshots import near
+from sana_pipe.data.images.perceptual_hash import BITS, LENGTH, VIEW_WORDS, WORDS, flipped, hashes
+from sana_pipe.data.snapshots import near
 
 GRAY = 0x8080  # a word of colours
 DISTANCE = near.DISTANCE

@@ -14,21 +14,21 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-import stages.bucket
-import stages.encode
-import stages.report
-import stages.snapshots
-import stages.train
-import stages.verify
-import stages.view
-from pipeline.base.errors import CacheError, ConfigError, IntegrityError
-from pipeline.config import Config
-from pipeline.data.cache import layout
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.shard import ShardReader
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.snapshots import frames, heldout, near_samples, selection
-from pipeline.data.snapshots.near import DISTANCE
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.report
+import sana_pipe.stages.snapshots
+import sana_pipe.stages.train
+import sana_pipe.stages.verify
+import sana_pipe.stages.view
+from sana_pipe.base.errors import CacheError, ConfigError, IntegrityError
+from sana_pipe.config import Config
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.shard import ShardReader
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.snapshots import frames, heldout, near_samples, selection
+from sana_pipe.data.snapshots.near import DISTANCE
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.reports import collect
 
@@ -65,7 +65,10 @@ def source(photos: Path, made_once: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def encoded(source: Path, make_config: MakeConfig, made_once: Callable[..., Path]) -> Path:
-    return made_once("copied", lambda folder: stages.encode.run(make_config(folder, SIZE), data=str(source))) / "cache"
+    return (
+        made_once("copied", lambda folder: sana_pipe.stages.encode.run(make_config(folder, SIZE), data=str(source)))
+        / "cache"
+    )
 
 
 @pytest.fixture
@@ -85,9 +88,9 @@ def originals(source: Path) -> list[str]:
 def test_one_picture_of_each_group_stays_the_largest(
     config: Callable[..., Config], source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    every = items(Cache(config().cache).open_snapshot(stages.bucket.run(config())))
+    every = items(Cache(config().cache).open_snapshot(sana_pipe.stages.bucket.run(config())))
     capsys.readouterr()
-    stages.bucket.run(config("bucket.dedup=near"), as_json=True)
+    sana_pipe.stages.bucket.run(config("bucket.dedup=near"), as_json=True)
     report = json.loads(capsys.readouterr().out)
     left = items(Cache(config().cache).open_snapshot())
     ends = ("small", "mirrored", "cropped")
@@ -101,17 +104,17 @@ def test_one_picture_of_each_group_stays_the_largest(
     }
     [entry] = [entry for entry in report["left_out"] if "looks the same" in entry["reason"]]
     assert entry["samples"] == 9 and "bucket.dedup_keep" in entry["keep"] and "bucket.dedup=image" in entry["keep"]
-    stages.bucket.run(config("bucket.dedup=near"), dry_run=True)
+    sana_pipe.stages.bucket.run(config("bucket.dedup=near"), dry_run=True)
     out = capsys.readouterr().out
     assert "near-duplicates: 3 groups of 12 pictures, 9 left out" in out
     assert all(f"all: {item}" in out for item in every - left), "every picture of a few groups"
 
 
 def test_distance_zero_leaves_copies_alone(config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    every = items(Cache(config().cache).open_snapshot(stages.bucket.run(config())))
-    near = items(Cache(config().cache).open_snapshot(stages.bucket.run(config("bucket.dedup=near"))))
-    set_constants(monkeypatch, {"pipeline.data.snapshots.near.DISTANCE": 0})
-    sure = items(Cache(config().cache).open_snapshot(stages.bucket.run(config("bucket.dedup=near"))))
+    every = items(Cache(config().cache).open_snapshot(sana_pipe.stages.bucket.run(config())))
+    near = items(Cache(config().cache).open_snapshot(sana_pipe.stages.bucket.run(config("bucket.dedup=near"))))
+    set_constants(monkeypatch, {"sana_pipe.data.snapshots.near.DISTANCE": 0})
+    sure = items(Cache(config().cache).open_snapshot(sana_pipe.stages.bucket.run(config("bucket.dedup=near"))))
     assert near < sure <= every
 
 
@@ -124,14 +127,14 @@ def test_a_longer_caption_wins_between_equal_sizes(source: Path, make_config: Ma
             opened.save(data / f"{name}.jpg", quality={"a": 95, "b": 60, "c": 80}[name])
         (data / f"{name}.txt").write_text(caption)
     of = make_config(tmp_path, SIZE, "bucket.dedup=near")
-    stages.encode.run(of, data=str(data))
-    assert items(Cache(of.cache).open_snapshot(stages.bucket.run(of))) == {"b.jpg"}
+    sana_pipe.stages.encode.run(of, data=str(data))
+    assert items(Cache(of.cache).open_snapshot(sana_pipe.stages.bucket.run(of))) == {"b.jpg"}
 
 
 @pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.8])
 def test_groups_are_held_out_whole(config: Callable[..., Config], source: Path, share: float) -> None:
     of = config(f"bucket.heldout={share}")
-    stages.bucket.run(of)
+    sana_pipe.stages.bucket.run(of)
     cache = Cache(of.cache)
     train, part = cache.open_snapshot(), cache.open_snapshot("latest.heldout")
     for name in originals(source):
@@ -145,30 +148,30 @@ def test_groups_are_held_out_whole(config: Callable[..., Config], source: Path, 
 def test_a_cache_without_hashes_says_how_to_get_them(small_cache: Path, make_config: MakeConfig) -> None:
     of = make_config(small_cache.parent, "bucket.dedup=near")
     with pytest.raises(CacheError, match="compares hashes") as caught:
-        stages.bucket.run(of, dry_run=True)
+        sana_pipe.stages.bucket.run(of, dry_run=True)
     assert "encode.signals=[phash]" in str(caught.value.fix)
 
 
 def test_a_damaged_hash_ends_bucket_with_its_repair(config: Callable[..., Config], tmp_path: Path) -> None:
     path = next((tmp_path / "cache").glob("shards/phash-*/*/*.tar"))
     data = bytearray(path.read_bytes())
-    snapshot = Cache(config().cache).open_snapshot(stages.bucket.run(config()))
+    snapshot = Cache(config().cache).open_snapshot(sana_pipe.stages.bucket.run(config()))
     place = snapshot.sample(0).pictures["phash"]
     data[place.offset] ^= 1
     path.write_bytes(data)
     with pytest.raises(IntegrityError, match=place.key.hex()):
-        stages.bucket.run(config("bucket.dedup=near"))
-    assert stages.verify.run(config(), repair=True) == 0
-    stages.bucket.run(config("bucket.dedup=near"))
+        sana_pipe.stages.bucket.run(config("bucket.dedup=near"))
+    assert sana_pipe.stages.verify.run(config(), repair=True) == 0
+    sana_pipe.stages.bucket.run(config("bucket.dedup=near"))
 
 
 def test_a_pack_and_another_order_of_caches_change_nothing(
     config: Callable[..., Config], encoded: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     of = config("bucket.dedup=near")
-    here = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    here = Cache(of.cache).open_snapshot(sana_pipe.stages.bucket.run(of))
     other = make_config(tmp_path / "joined", SIZE, "bucket.dedup=near", f"bucket.caches=[{encoded}]")
-    stages.bucket.run(other)
+    sana_pipe.stages.bucket.run(other)
     there = Cache(other.cache).open_snapshot()
     ids = [next(snapshot.sample_ids()).tolist() for snapshot in (here, there)]
     assert items(here) == items(there) and ids[0] == ids[1]
@@ -179,26 +182,26 @@ def test_copies_in_training_of_an_older_held_out_part_are_counted(
 ) -> None:
     """The part has one picture of each group, whose copies are trained on."""
     kept = ", ".join(f"'{name}-small.jpg'" for name in originals(source))
-    stages.bucket.run(config(f"bucket.filter=item IN ({kept})"), name="old")
+    sana_pipe.stages.bucket.run(config(f"bucket.filter=item IN ({kept})"), name="old")
     others = f"bucket.filter=item NOT IN ({kept})"
     assert "train.validation" not in others
-    stages.bucket.run(config(others, "train.validation.snapshot=not-made-yet"))
-    before = Cache(config().cache).open_snapshot(stages.bucket.run(config(others)))
+    sana_pipe.stages.bucket.run(config(others, "train.validation.snapshot=not-made-yet"))
+    before = Cache(config().cache).open_snapshot(sana_pipe.stages.bucket.run(config(others)))
     capsys.readouterr()
-    stages.bucket.run(config(others, "train.validation.snapshot=old"), name="new")
+    sana_pipe.stages.bucket.run(config(others, "train.validation.snapshot=old"), name="new")
     assert "3 of its samples look like one of these; its loss is then not that of unseen" in capsys.readouterr().out
     cache = Cache(config().cache)
     part = cache.open_snapshot("old")
     assert cache.open_snapshot("new").head.leaked == {part.id: 3}
     assert before.head.leaked is None and cache.open_snapshot().head.leaked == {part.id: 3}
-    assert stages.bucket.run(config(others)) == cache.snapshot_of("new"), "it says as much, and more"
+    assert sana_pipe.stages.bucket.run(config(others)) == cache.snapshot_of("new"), "it says as much, and more"
     clean = (
         f"bucket.filter=item NOT LIKE '%-%' AND item NOT IN ({', '.join(repr(f'{n}.jpg') for n in originals(source))})"
     )
-    stages.bucket.run(config(clean, "train.validation.snapshot=old"), name="clean")
+    sana_pipe.stages.bucket.run(config(clean, "train.validation.snapshot=old"), name="clean")
     assert cache.open_snapshot("clean").head.leaked == {part.id: 0}
     run = config(others, "train.validation={snapshot: old, every: 2}", "train.steps=2")
-    stages.train.run(run, snapshot="new")
+    sana_pipe.stages.train.run(run, snapshot="new")
     assert "warning: 3 of them look like a sample that is trained on" in capsys.readouterr().out
     rows = [json.loads(line) for line in (Path(run.train.output) / "metrics.jsonl").read_text().splitlines()]
     [row] = [row for row in rows if "leaked" in row][:1]
@@ -220,8 +223,8 @@ def test_captions_of_what_is_left_out_are_kept_once(
         shutil.copy(other, data / f"{name}.png")
         (data / f"{name}.txt").write_text(f"text {name}")
     of = make_config(tmp_path, SIZE, f"bucket.dedup={dedup}", "bucket.dedup_captions=keep")
-    stages.encode.run(of, data=str(data))
-    snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    sana_pipe.stages.encode.run(of, data=str(data))
+    snapshot = Cache(of.cache).open_snapshot(sana_pipe.stages.bucket.run(of))
     reader = snapshot.reader("text")
     said = {snapshot.source_item(row)[1]: snapshot.captions(row, reader) for row in range(len(snapshot))}
     stays = {"near": "b.jpg", "image": "a.jpg"}[dedup]
@@ -235,22 +238,22 @@ def test_view_names_the_samples_that_look_the_same(
     config: Callable[..., Config], source: Path, small_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     of, name = config(), originals(source)[0]
-    stages.bucket.run(of)
+    sana_pipe.stages.bucket.run(of)
     capsys.readouterr()
-    stages.view.run(of, f"{name}.jpg", as_json=True, near=True)
+    sana_pipe.stages.view.run(of, f"{name}.jpg", as_json=True, near=True)
     near = json.loads(capsys.readouterr().out)["near"]
     assert {each["item"] for each in near} == {f"all: {name}-{end}.jpg" for end in ("small", "mirrored", "cropped")}
     assert [each["bits"] for each in near] == sorted(each["bits"] for each in near)
     assert all(each["bits"] <= DISTANCE for each in near)
-    stages.view.run(of, f"{name}.jpg", near=True)
+    sana_pipe.stages.view.run(of, f"{name}.jpg", near=True)
     assert f"near:      all: {name}-small.jpg (" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no hashes"):
-        stages.view.run(of.model_copy(update={"cache": str(small_cache)}), "coffee.png", near=True)
+        sana_pipe.stages.view.run(of.model_copy(update={"cache": str(small_cache)}), "coffee.png", near=True)
 
 
 def test_hashes_are_read_a_part_at_a_time(config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     of = config()
-    snapshot = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    snapshot = Cache(of.cache).open_snapshot(sana_pipe.stages.bucket.run(of))
     whole, asked, read = near_samples.hashes_of(snapshot), list[int](), list[int]()
     columns, read_batch = Snapshot.columns, ShardReader.read_batch
     monkeypatch.setattr(near_samples, "CHUNK_ROWS", 3)
@@ -270,17 +273,17 @@ def test_hashes_are_read_a_part_at_a_time(config: Callable[..., Config], monkeyp
 def test_the_report_shows_groups_with_their_pictures(
     config: Callable[..., Config], source: Path, tmp_path: Path
 ) -> None:
-    stages.bucket.run(config())
+    sana_pipe.stages.bucket.run(config())
     figures, _, _ = collect(config())
     assert [group["pictures"] for group in figures["snapshot"]["alike"]] == [4, 4, 4]
     names = {example["item"] for group in figures["snapshot"]["alike"] for example in group["examples"]}
     assert names >= {f"{name}-mirrored.jpg" for name in originals(source)} and figures["snapshot"]["visits"] == []
-    stages.report.run(config(), tmp_path / "page.html")
+    sana_pipe.stages.report.run(config(), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert page.count("4 pictures look the same") == 3 and "Pictures that look the same" in page
-    stages.bucket.run(config("bucket.dedup=near"))
+    sana_pipe.stages.bucket.run(config("bucket.dedup=near"))
     assert collect(config())[0]["snapshot"]["alike"] == []
-    stages.report.run(config(), tmp_path / "page.html")
+    sana_pipe.stages.report.run(config(), tmp_path / "page.html")
     assert "look the same" not in (tmp_path / "page.html").read_text()
 
 
@@ -290,43 +293,43 @@ def test_the_resolutions_of_a_picture_are_one(
     sizes = [SIZE, "data.buckets=sana", "data.max_upscale=100", "bucket.resolutions=[128, 256]"]
     for size in (128, 256):
         of = make_config(tmp_path, *sizes, f"data.resolution={size}")
-        stages.encode.run(of, data=str(source))
-    every = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+        sana_pipe.stages.encode.run(of, data=str(source))
+    every = Cache(of.cache).open_snapshot(sana_pipe.stages.bucket.run(of))
     assert [group["pictures"] for group in collect(of)[0]["snapshot"]["alike"]] == [4, 4, 4]
     name = originals(source)[0]
     capsys.readouterr()
     row = next(row for row in range(len(every)) if every.source_item(row)[1] == f"{name}.jpg")
-    stages.view.run(of, str(every.sample_id(row)), as_json=True, near=True)
+    sana_pipe.stages.view.run(of, str(every.sample_id(row)), as_json=True, near=True)
     near = sorted(each["item"] for each in json.loads(capsys.readouterr().out)["near"])
     assert near == [f"all: {name}-{end}.jpg" for end in ("cropped", "mirrored", "small")]
     sure = make_config(tmp_path, *sizes, "data.resolution=256", "bucket.dedup=near")
-    left = Cache(of.cache).open_snapshot(stages.bucket.run(sure))
+    left = Cache(of.cache).open_snapshot(sana_pipe.stages.bucket.run(sure))
     assert (len(every) - len(left), len(items(every)) - len(items(left))) == (18, 9)
 
 
 def test_the_progress_of_a_long_comparison_is_shown(
     config: Callable[..., Config], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages.bucket.run(config("bucket.dedup=near"))
+    sana_pipe.stages.bucket.run(config("bucket.dedup=near"))
     assert "compared" not in capsys.readouterr().err
-    monkeypatch.setattr(stages.bucket, "MANY", 1)
-    stages.bucket.run(config("bucket.dedup=near"))
+    monkeypatch.setattr(sana_pipe.stages.bucket, "MANY", 1)
+    sana_pipe.stages.bucket.run(config("bucket.dedup=near"))
     assert re.search(r"hashes compared: (\d+)/\1, ", capsys.readouterr().err)
 
 
 def test_a_difference_names_hashes_that_only_one_snapshot_has(
     config: Callable[..., Config], make_config: MakeConfig, source: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    with_hashes = stages.bucket.run(config())
+    with_hashes = sana_pipe.stages.bucket.run(config())
     plain = make_config(tmp_path, "encode.signals=[]")
-    stages.encode.run(plain, data=str(source))
-    without = stages.bucket.run(plain)
+    sana_pipe.stages.encode.run(plain, data=str(source))
+    without = sana_pipe.stages.bucket.run(plain)
     capsys.readouterr()
-    assert stages.snapshots.diff(plain, with_hashes, without) == 1
+    assert sana_pipe.stages.snapshots.diff(plain, with_hashes, without) == 1
     assert capsys.readouterr().out.splitlines()[-2:] == ["0 changed", "only A has records of the kind phash"]
-    assert stages.snapshots.diff(plain, without, with_hashes, as_json=True) == 1
+    assert sana_pipe.stages.snapshots.diff(plain, without, with_hashes, as_json=True) == 1
     assert json.loads(capsys.readouterr().out)["signals"] == ["phash"]
-    assert stages.snapshots.diff(plain, with_hashes, with_hashes) == 0
+    assert sana_pipe.stages.snapshots.diff(plain, with_hashes, with_hashes) == 0
 
 
 def test_tasks_and_a_changed_picture(
@@ -337,17 +340,17 @@ def test_tasks_and_a_changed_picture(
     data = Path(shutil.copytree(source, tmp_path / "all"))
     options = (SIZE, "bucket.dedup=near")
     alone, shared = (make_config(tmp_path / name, *options) for name in ("alone", "shared"))
-    stages.encode.run(alone, data=str(data))
+    sana_pipe.stages.encode.run(alone, data=str(data))
     for task in (1, 0):
-        stages.encode.run(shared, data=str(data), task_index=task, task_count=2)
-    assert stages.bucket.run(alone) == stages.bucket.run(shared)
+        sana_pipe.stages.encode.run(shared, data=str(data), task_index=task, task_count=2)
+    assert sana_pipe.stages.bucket.run(alone) == sana_pipe.stages.bucket.run(shared)
     name = originals(source)[0]
     before = items(Cache(alone.cache).open_snapshot())
     (data / f"{name}-small.jpg").unlink()
     (data / f"{name}-small.txt").write_text("another picture now")
     Image.effect_noise((90, 70), 90).convert("RGB").save(data / f"{name}-small.png")
-    stages.encode.run(alone, data=str(data))
-    stages.bucket.run(alone)
+    sana_pipe.stages.encode.run(alone, data=str(data))
+    sana_pipe.stages.bucket.run(alone)
     assert items(Cache(alone.cache).open_snapshot()) == before | {f"{name}-small.png"}
 
 
@@ -355,8 +358,8 @@ def test_growth_holds_out_nothing_that_was_trained_on(source: Path, make_config:
     """The side of a group hangs on the smallest digest of its files, which a new copy may have."""
     data = Path(shutil.copytree(source, tmp_path / "all"))
     config = make_config(tmp_path, SIZE, "bucket.heldout=0.5")
-    stages.encode.run(config, data=str(data))
-    stages.bucket.run(config, name="one")
+    sana_pipe.stages.encode.run(config, data=str(data))
+    sana_pipe.stages.bucket.run(config, name="one")
     trained = items(Cache(config.cache).open_snapshot("one"))
     moved, smallest = 0, min(layout.digest(path.read_bytes()) for path in data.glob("*.jpg"))
     for item in sorted(trained)[:3]:
@@ -370,10 +373,10 @@ def test_growth_holds_out_nothing_that_was_trained_on(source: Path, make_config:
                 moved += 1
                 break
     assert moved
-    stages.encode.run(config, data=str(data))
-    stages.bucket.run(config, name="anew")
+    sana_pipe.stages.encode.run(config, data=str(data))
+    sana_pipe.stages.bucket.run(config, name="anew")
     assert trained & items(Cache(config.cache).open_snapshot("anew.heldout")), "without growth they change sides"
-    stages.bucket.run(make_config(tmp_path, SIZE, "bucket.heldout=0.5", "bucket.grow=one"), name="two")
+    sana_pipe.stages.bucket.run(make_config(tmp_path, SIZE, "bucket.heldout=0.5", "bucket.grow=one"), name="two")
     cache = Cache(config.cache)
     assert not trained & items(cache.open_snapshot("two.heldout"))
     assert trained < items(cache.open_snapshot("two"))
@@ -382,12 +385,12 @@ def test_growth_holds_out_nothing_that_was_trained_on(source: Path, make_config:
 def test_a_source_without_hashes_is_named(
     config: Callable[..., Config], photos: Path, make_config: MakeConfig, tmp_path: Path, capsys: Any
 ) -> None:
-    stages.encode.run(make_config(tmp_path), data=str(photos), source_name="plain")
+    sana_pipe.stages.encode.run(make_config(tmp_path), data=str(photos), source_name="plain")
     capsys.readouterr()
-    stages.bucket.run(config("bucket.heldout=0.3"))
+    sana_pipe.stages.bucket.run(config("bucket.heldout=0.3"))
     assert "no records of the kind phash, which source plain lacks" in capsys.readouterr().err
     assert list(Cache(config().cache).open_snapshot().pictures) == ["latent"]
     with pytest.raises(CacheError, match="not all sources have them"):
-        stages.bucket.run(config("bucket.dedup=near"))
-    stages.bucket.run(config("bucket.sources={plain: {weight: 0}}", "bucket.dedup=near"))
+        sana_pipe.stages.bucket.run(config("bucket.dedup=near"))
+    sana_pipe.stages.bucket.run(config("bucket.sources={plain: {weight: 0}}", "bucket.dedup=near"))
     assert list(Cache(config().cache).open_snapshot().pictures) == ["latent", "phash"]

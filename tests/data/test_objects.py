@@ -22,27 +22,27 @@ import pyarrow as pa
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-import stages.bucket
-import stages.encode
-import stages.gc
-import stages.status
-import stages.verify
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.gc
+import sana_pipe.stages.status
+import sana_pipe.stages.verify
 from benchmarks import s3_listing, scale_model
-from pipeline.base import retrying
-from pipeline.base.errors import AwayError, CacheError, IntegrityError, NoSpaceError
-from pipeline.config import Config, dump
-from pipeline.data.cache import connections, copies, layout, scratch
-from pipeline.data.cache import mirror as mirrors
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.config import MirrorConfig
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.folder_store import FolderStore
-from pipeline.data.cache.object_store import ObjectStore
-from pipeline.data.cache.shard import ShardWriter
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.loader.loader import Loader, LoaderSettings
-from pipeline.data.work import engine
-from pipeline.tools.locations import cache_location
+from sana_pipe.base import retrying
+from sana_pipe.base.errors import AwayError, CacheError, IntegrityError, NoSpaceError
+from sana_pipe.config import Config, dump
+from sana_pipe.data.cache import connections, copies, layout, scratch
+from sana_pipe.data.cache import mirror as mirrors
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.config import MirrorConfig
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.folder_store import FolderStore
+from sana_pipe.data.cache.object_store import ObjectStore
+from sana_pipe.data.cache.shard import ShardWriter
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.loader.loader import Loader, LoaderSettings
+from sana_pipe.data.work import engine
+from sana_pipe.tools.locations import cache_location
 from tests.support import tiny_cache
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.forked import Forked
@@ -507,8 +507,8 @@ def test_processes_share_one_mirror(place: str, tmp_path: Path) -> None:
     files = Files(place, MirrorConfig(path=str(tmp_path)))
     digest = files.put_content(os.urandom(3_000_000), "tables", "npy")
     code = (
-        "import sys, fsspec\nfrom pipeline.data.cache.config import MirrorConfig\n"
-        "from pipeline.data.cache.files import Files\n"
+        "import sys, fsspec\nfrom sana_pipe.data.cache.config import MirrorConfig\n"
+        "from sana_pipe.data.cache.files import Files\n"
         "f = Files(sys.argv[1], MirrorConfig(path=sys.argv[2])); count = []\n"
         "real = f.store.fs.get_file; f.store.fs.get_file = lambda *a: (count.append(1), real(*a))\n"
         "assert len(f.open(sys.argv[3]).map()) == 3_000_000; print(len(count))"
@@ -537,12 +537,12 @@ def test_encode_bucket_load_verify_repair_over_s3(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = make_config(tmp_path, f"cache={place}", f"mirror.path={tmp_path / 'mirror'}")
-    assert stages.encode.run(config, data=str(photos))["images"] == 12
-    stages.bucket.run(config)
+    assert sana_pipe.stages.encode.run(config, data=str(photos))["images"] == 12
+    sana_pipe.stages.bucket.run(config)
     here = cache_location(config).open()
     assert content(here.files) == content(Files(small_cache))
-    assert stages.encode.run(config, data=str(photos))["images"] == 0
-    assert stages.status.run(config) == 0 and stages.verify.run(config) == 0
+    assert sana_pipe.stages.encode.run(config, data=str(photos))["images"] == 0
+    assert sana_pipe.stages.status.run(config) == 0 and sana_pipe.stages.verify.run(config) == 0
 
     settings: dict = {
         "seed": 0,
@@ -571,17 +571,17 @@ def test_encode_bucket_load_verify_repair_over_s3(
     data[int(row["offset"][0]) + 5] ^= 1
     put_raw(here.files, name, bytes(data))
     capsys.readouterr()
-    assert stages.verify.run(config, as_json=True) == IntegrityError.exit_code
+    assert sana_pipe.stages.verify.run(config, as_json=True) == IntegrityError.exit_code
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert finding["path"] == name and len(finding["records"]) == 1
-    assert stages.verify.run(config, repair=True) == 0
+    assert sana_pipe.stages.verify.run(config, repair=True) == 0
     assert content(here.files) == content(Files(small_cache))
 
     left = f"{name.rpartition('/')[0]}/left.tar"
     put_raw(here.files, left, b"left")
-    stages.gc.run(config, yes=True, older_than_hours=0)
+    sana_pipe.stages.gc.run(config, yes=True, older_than_hours=0)
     assert not here.files.exists(left)
-    assert stages.verify.run(config) == 0
+    assert sana_pipe.stages.verify.run(config) == 0
 
 
 @pytest.mark.fault
@@ -589,7 +589,7 @@ def test_encode_bucket_load_verify_repair_over_s3(
 def test_killed_over_s3_then_finished(
     fault_seed: int, place: str, photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_constants(monkeypatch, {**unit_sizes(2, 3), "pipeline.data.work.claims.STALE_S": 3})
+    set_constants(monkeypatch, {**unit_sizes(2, 3), "sana_pipe.data.work.claims.STALE_S": 3})
     units = ("encode.image_batch=2",)
     whole = make_config(tmp_path / "whole", *units)
     (tmp_path / "whole").mkdir()

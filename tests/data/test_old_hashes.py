@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-import stages.bucket
-import stages.encode
-import stages.pack
-import stages.report
-import stages.snapshots
-import stages.verify
-import stages.view
-from pipeline.base.errors import CacheError
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.encoding.reading import settled
-from pipeline.data.images import perceptual_hash
-from pipeline.data.images.perceptual_hash import WORDS
-from pipeline.data.signals import phash
-from pipeline.data.snapshots import heldout
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.pack
+import sana_pipe.stages.report
+import sana_pipe.stages.snapshots
+import sana_pipe.stages.verify
+import sana_pipe.stages.view
+from sana_pipe.base.errors import CacheError
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.encoding.reading import settled
+from sana_pipe.data.images import perceptual_hash
+from sana_pipe.data.images.perceptual_hash import WORDS
+from sana_pipe.data.signals import phash
+from sana_pipe.data.snapshots import heldout
 from tests.support.reports import collect
 
 MakeConfig = Callable[..., Config]
@@ -44,9 +44,9 @@ def old(photos: Path, make_config: MakeConfig, made_once: Callable[..., Path]) -
             patch.setattr(phash, "RULE", BEFORE)
             patch.setattr(phash, "hashes", lambda pictures: perceptual_hash.hashes(pictures)[:, : WORDS + 1])
             config = make_config(folder, SIGNALS)
-            stages.encode.run(config, data=str(folder / "all"))
-        stages.bucket.run(config, name="old")
-        stages.bucket.run(make_config(folder, "bucket.filter=item = 'coffee.png'"), name="part")
+            sana_pipe.stages.encode.run(config, data=str(folder / "all"))
+        sana_pipe.stages.bucket.run(config, name="old")
+        sana_pipe.stages.bucket.run(make_config(folder, "bucket.filter=item = 'coffee.png'"), name="part")
 
     return made_once("old-hashes", make)
 
@@ -64,16 +64,16 @@ def test_a_comparison_is_refused_with_the_command_that_makes_them_again(
     options = ("bucket.dedup=near", "bucket.heldout=0.3")
     for option in options:
         with pytest.raises(CacheError) as refused:
-            stages.bucket.run(config(option), dry_run=True)
+            sana_pipe.stages.bucket.run(config(option), dry_run=True)
         assert (refused.value.expected, refused.value.found) == (phash.RULE, BEFORE)
         assert "encode.signals=[phash]" in str(refused.value.fix)
-    stages.encode.run(config(SIGNALS), data=str(old / "all"))
+    sana_pipe.stages.encode.run(config(SIGNALS), data=str(old / "all"))
     for option in options:
-        stages.bucket.run(config(option), name="new", move=True)
+        sana_pipe.stages.bucket.run(config(option), name="new", move=True)
     latents = [Cache(config().cache).open_snapshot(name).head.encodings["latent"] for name in ("old", "new")]
     assert latents[0] == latents[1]
     capsys.readouterr()
-    assert stages.snapshots.diff(config(), "old", "new", as_json=True) == 1
+    assert sana_pipe.stages.snapshots.diff(config(), "old", "new", as_json=True) == 1
     difference = json.loads(capsys.readouterr().out)
     assert (difference["changed"], difference["encodings"]) == ([], ["phash"])
 
@@ -83,27 +83,27 @@ def test_what_compares_nothing_reads_them(
 ) -> None:
     figures = collect(config(), snapshot="old")[0]["snapshot"]
     assert figures["alike"] == [] and "encode.signals=[phash]" in figures["not_compared"]
-    stages.report.run(config(), tmp_path / "page.html", snapshot="old")
+    sana_pipe.stages.report.run(config(), tmp_path / "page.html", snapshot="old")
     assert "The pictures were not compared" in (tmp_path / "page.html").read_text()
-    stages.pack.run(config(), snapshot="old", name="packed")
+    sana_pipe.stages.pack.run(config(), snapshot="old", name="packed")
     cache = Cache(config().cache)
     plain, packed = (cache.open_snapshot(name) for name in ("old", "packed"))
     hashes = [
         {each.picture(each.sample(row), "phash").tobytes() for row in range(len(each))} for each in (plain, packed)
     ]
     assert hashes[0] == hashes[1]
-    assert stages.verify.run(config()) == 0
+    assert sana_pipe.stages.verify.run(config()) == 0
     with pytest.raises(CacheError, match="earlier version"):
-        stages.view.run(config(), "coffee.png", snapshot="old", near=True)
+        sana_pipe.stages.view.run(config(), "coffee.png", snapshot="old", near=True)
 
 
 def test_an_older_part_is_validated_on_and_said_not_to_be_compared(
     config: Callable[..., Config], old: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stages.encode.run(config(), data=str(old / "all"))
+    sana_pipe.stages.encode.run(config(), data=str(old / "all"))
     others = config("bucket.filter=item <> 'coffee.png'", "train.validation.snapshot=part")
     capsys.readouterr()
-    stages.bucket.run(others, as_json=True)
+    sana_pipe.stages.bucket.run(others, as_json=True)
     [note] = json.loads(capsys.readouterr().out)["notes"]
     assert "part" in note and "encode.signals=[phash]" in note
     trained, part = (Cache(others.cache).open_snapshot(name) for name in ("latest", "part"))
@@ -120,9 +120,9 @@ def test_hashes_of_a_source_stay_where_its_scan_does_not_remember_them(
     body = cache.last_scan("all")
     assert body is not None and document.exists() and body["read"]["used"].pop("signals") == ["phash"]
 
-    reading = settled(stages.encode.reading_of(config()), "all", body)
+    reading = settled(sana_pipe.stages.encode.reading_of(config()), "all", body)
     assert reading.encode.signals == ["phash"] and "encode.signals" in " ".join(reading.notes)
-    assert settled(stages.encode.reading_of(config("encode.signals=[]")), "all", body).encode.signals == []
+    assert settled(sana_pipe.stages.encode.reading_of(config("encode.signals=[]")), "all", body).encode.signals == []
 
 
 def test_hashes_of_an_unknown_rule_need_a_newer_version() -> None:

@@ -22,26 +22,26 @@ import numpy as np
 import pytest
 import torch
 
-import stages.bucket
-import stages.pack
-import stages.snapshots
-import stages.status
-import stages.verify
-from pipeline.base.errors import IntegrityError, UserError
-from pipeline.config import Config
-from pipeline.data.cache import audit, compare, index, layout
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.findings import packs
-from pipeline.data.cache.garbage import unneeded
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_head import BucketPart, PackedOrder
-from pipeline.data.cache.status import status
-from pipeline.data.loader.loader import Loader, LoaderSettings
-from pipeline.data.loader.schedule import Schedule
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.snapshots import heldout, packing
-from pipeline.data.work import engine
+import sana_pipe.stages.bucket
+import sana_pipe.stages.pack
+import sana_pipe.stages.snapshots
+import sana_pipe.stages.status
+import sana_pipe.stages.verify
+from sana_pipe.base.errors import IntegrityError, UserError
+from sana_pipe.config import Config
+from sana_pipe.data.cache import audit, compare, index, layout
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.findings import packs
+from sana_pipe.data.cache.garbage import unneeded
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_head import BucketPart, PackedOrder
+from sana_pipe.data.cache.status import status
+from sana_pipe.data.loader.loader import Loader, LoaderSettings
+from sana_pipe.data.loader.schedule import Schedule
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.snapshots import heldout, packing
+from sana_pipe.data.work import engine
 from tests.support import synthetic, tiny_cache
 from tests.support.consumed import loader, sequence
 from tests.support.damage import flip
@@ -228,7 +228,7 @@ def test_the_commands(
     config = make_config(small_cache_copy.parent)
     cache = Cache(small_cache_copy)
     source = cache.open_snapshot()
-    packed = stages.pack.run(config, name="far", as_json=True)
+    packed = sana_pipe.stages.pack.run(config, name="far", as_json=True)
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     opened = cache.open_snapshot("far")
     assert (told["snapshot"], told["packed_from"], told["name"]) == (packed, source.id, "far")
@@ -237,24 +237,24 @@ def test_the_commands(
     assert cache.open_snapshot().id == source.id, "nobody asked for another newest snapshot"
     assert told["bytes"] == sum(opened.shard_files().values())
     before = {path: path.stat().st_mtime_ns for path in small_cache_copy.rglob("*") if "names" not in path.parts}
-    again = stages.bucket.run(config)
-    assert again == source.id and stages.pack.run(config, again) == packed
+    again = sana_pipe.stages.bucket.run(config)
+    assert again == source.id and sana_pipe.stages.pack.run(config, again) == packed
     assert cache.open_snapshot(f"{source.id[:12]}.packed").id == packed
-    assert stages.pack.run(config, latest=True) == packed == cache.open_snapshot().id
+    assert sana_pipe.stages.pack.run(config, latest=True) == packed == cache.open_snapshot().id
     after = {path: path.stat().st_mtime_ns for path in small_cache_copy.rglob("*") if "names" not in path.parts}
     assert {p for p in after if p.is_file()} == {p for p in before if p.is_file()}, "something was made again"
     out = capsys.readouterr().out
     assert f"packed {source.id} into {told['shards']} shards" in out and f"snapshot {packed}" in out
-    assert stages.status.run(config) == 0 and f"snapshot far: {packed} (packed)" in capsys.readouterr().out
-    assert stages.snapshots.run(config) == 0
+    assert sana_pipe.stages.status.run(config) == 0 and f"snapshot far: {packed} (packed)" in capsys.readouterr().out
+    assert sana_pipe.stages.snapshots.run(config) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if "(packed)" in line]
     assert line.startswith(packed[:12]) and source.id[:12] in line
     name = next(iter(opened.shard_files()))
     flip(small_cache_copy / name, 4000)
-    assert stages.verify.run(config) == IntegrityError.exit_code
-    assert stages.verify.run(config, repair=True) == 0 and stages.verify.run(config) == 0
+    assert sana_pipe.stages.verify.run(config) == IntegrityError.exit_code
+    assert sana_pipe.stages.verify.run(config, repair=True) == 0 and sana_pipe.stages.verify.run(config) == 0
     with pytest.raises(UserError, match="is packed already"):
-        stages.pack.run(config)
+        sana_pipe.stages.pack.run(config)
 
 
 def test_a_pack_whose_name_is_taken_leaves_nothing_to_be_finished(
@@ -264,10 +264,12 @@ def test_a_pack_whose_name_is_taken_leaves_nothing_to_be_finished(
     cache = Cache(small_cache_copy)
     cache.point("mine", cache.open_snapshot().id)
     with pytest.raises(UserError, match=naming("'mine'", "--move")):
-        stages.pack.run(config, name="mine")
-    assert packs(cache) == [] and stages.status.run(config) == 0
-    packed = stages.pack.run(config, name="mine", move=True)
-    assert cache.snapshot_of("mine") == packed == stages.pack.run(config, cache.open_snapshot().id, name="mine")
+        sana_pipe.stages.pack.run(config, name="mine")
+    assert packs(cache) == [] and sana_pipe.stages.status.run(config) == 0
+    packed = sana_pipe.stages.pack.run(config, name="mine", move=True)
+    assert (
+        cache.snapshot_of("mine") == packed == sana_pipe.stages.pack.run(config, cache.open_snapshot().id, name="mine")
+    )
 
 
 def test_packing_sweeps_claims_and_restores_copies(small_cache_copy: Path, make_config: Callable[..., Config]) -> None:
@@ -275,12 +277,12 @@ def test_packing_sweeps_claims_and_restores_copies(small_cache_copy: Path, make_
     config = make_config(small_cache_copy.parent)
     cache = Cache(small_cache_copy)
     source = cache.open_snapshot().id
-    stages.pack.run(config)
+    sana_pipe.stages.pack.run(config)
     [name] = packs(cache)
     cache.files.put(Paths.claim(name, 0, cache.plan(name, 0).units[0].unit), b"{}\n")
     copy = cache.files.path(Paths.copy(Paths.numbered(Paths.plans(name), 0)))
     copy.unlink()
-    stages.pack.run(config, source)
+    sana_pipe.stages.pack.run(config, source)
     assert not cache.files.names(Paths.claims(name, 0)) and copy.exists()
 
 
@@ -288,7 +290,7 @@ def test_the_longest_name_can_be_packed(small_cache_copy: Path, make_config: Cal
     config = make_config(small_cache_copy.parent)
     cache = Cache(small_cache_copy)
     cache.point("n" * 100, cache.open_snapshot().id)
-    packed = stages.pack.run(config, "n" * 100)
+    packed = sana_pipe.stages.pack.run(config, "n" * 100)
     assert cache.snapshot_of("n" * 85 + ".packed") == packed
 
 
@@ -470,15 +472,15 @@ def test_gc_spares_what_is_named_and_what_is_being_packed(copy: Cache) -> None:
 
 CHILD = """
 import sys, time
-import pipeline.data.snapshots.packing as packing
-from pipeline.data.cache.joint import JointWriter
-import stages.bucket
-import stages.pack
-import stages.snapshots
-import stages.status
-import stages.verify
-import pipeline.data.work.claims
-from pipeline.config import load
+import sana_pipe.data.snapshots.packing as packing
+from sana_pipe.data.cache.joint import JointWriter
+import sana_pipe.stages.bucket
+import sana_pipe.stages.pack
+import sana_pipe.stages.snapshots
+import sana_pipe.stages.status
+import sana_pipe.stages.verify
+import sana_pipe.data.work.claims
+from sana_pipe.config import load
 real = JointWriter.finish
 def slow(self):
     print("finish", flush=True)
@@ -486,8 +488,8 @@ def slow(self):
     return real(self)
 JointWriter.finish = slow
 config = load("tiny", [f"cache={sys.argv[1]}", "bucket.pack_mib=1"])
-pipeline.data.work.claims.STALE_S = 2
-print("packed", stages.pack.run(config), flush=True)
+sana_pipe.data.work.claims.STALE_S = 2
+print("packed", sana_pipe.stages.pack.run(config), flush=True)
 """
 
 
@@ -509,7 +511,7 @@ def test_killed_while_packing_the_next_run_finishes(tmp_path: Path) -> None:
     truth = tiny_cache.build(tmp_path / "truth", BIG, per_shard=300)
     cache = tiny_cache.build(tmp_path / "cache", BIG, per_shard=300)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages.pack.click, "echo", lambda *a, **k: None)
+        patch.setattr(sana_pipe.stages.pack.click, "echo", lambda *a, **k: None)
         done = start(truth.root, 0)
         assert done.wait(60) == 0
     label = f"{truth.open_snapshot().id[:12]}.packed"
@@ -539,10 +541,10 @@ def test_a_pack_has_the_held_out_part_of_its_source(tmp_path: Path) -> None:
     """It stays the pack's after another run of `bucket`, and the source needs no name."""
     of = synthetic.config(tmp_path / "cache", "bucket.heldout=0.3")
     cache = synthetic.add(of, "one", synthetic.pictures(12))
-    source = stages.bucket.run(of)
+    source = sana_pipe.stages.bucket.run(of)
     part = cache.snapshot_of("latest.heldout")
-    packed = stages.pack.run(of)
+    packed = sana_pipe.stages.pack.run(of)
     assert part is not None and packed is not None
     assert cache.snapshot_of(f"{source[:12]}.packed.heldout") == part
-    stages.bucket.run(synthetic.config(tmp_path / "cache", "bucket.heldout=0.3", "bucket.filter=score > 2"))
+    sana_pipe.stages.bucket.run(synthetic.config(tmp_path / "cache", "bucket.heldout=0.3", "bucket.filter=score > 2"))
     assert heldout.find(cache, cache.open_snapshot(packed)) == part

@@ -14,16 +14,16 @@ from uuid import uuid4
 
 import pytest
 
-from pipeline.base.errors import IntegrityError
-from pipeline.data.cache import audit
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.config import MirrorConfig
-from pipeline.data.cache.object_store import ObjectStore
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.loader import shard_prefetch
-from pipeline.data.loader.loader import Loader, LoaderSettings
-from pipeline.data.loader.schedule import Schedule
-from pipeline.data.snapshots import packing
+from sana_pipe.base.errors import IntegrityError
+from sana_pipe.data.cache import audit
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.config import MirrorConfig
+from sana_pipe.data.cache.object_store import ObjectStore
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.loader import shard_prefetch
+from sana_pipe.data.loader.loader import Loader, LoaderSettings
+from sana_pipe.data.loader.schedule import Schedule
+from sana_pipe.data.snapshots import packing
 from tests.support import tiny_cache
 from tests.support.consumed import seen
 from tests.support.loading import loader_settings

@@ -16,16 +16,16 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
-from pipeline.base import retrying
-from pipeline.base.errors import AwayError, CacheError, ResourceError
-from pipeline.data.cache import layout
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.config import MirrorConfig
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.shard import RecordError, ShardReader, read_head, read_table
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.work.stop import Stop, Stopped
+from sana_pipe.base import retrying
+from sana_pipe.base.errors import AwayError, CacheError, ResourceError
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.config import MirrorConfig
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.shard import RecordError, ShardReader, read_head, read_table
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.work.stop import Stop, Stopped
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
 

@@ -10,7 +10,7 @@ import pytest
 import skimage.data
 from PIL import Image
 
-from pipeline.data.images.perceptual_hash import (
+from sana_pipe.data.images.perceptual_hash import (
     BITS,
     INNER,
     LENGTH,

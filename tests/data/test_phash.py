@@ -12,26 +12,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-import stages.bucket
-import stages.encode
-import stages.pack
-import stages.verify
-from pipeline.base.errors import ConfigError
-from pipeline.config import Config
-from pipeline.data.cache import audit
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.shard import ShardReader
-from pipeline.data.encoders import vae as encoders
-from pipeline.data.encoders.text import TextEncoder
-from pipeline.data.encoding import estimate, unit_records
-from pipeline.data.encoding.encoder_settings import EncoderSettings
-from pipeline.data.encoding.plan import lead_made
-from pipeline.data.encoding.unit_encoder import UnitEncoder
-from pipeline.data.images import decoding
-from pipeline.data.images.perceptual_hash import LENGTH, hashes
-from pipeline.data.loader.loader import Loader
-from pipeline.data.signals import Encoders
-from pipeline.data.signals.phash import HashEncoding
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.pack
+import sana_pipe.stages.verify
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.config import Config
+from sana_pipe.data.cache import audit
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.shard import ShardReader
+from sana_pipe.data.encoders import vae as encoders
+from sana_pipe.data.encoders.text import TextEncoder
+from sana_pipe.data.encoding import estimate, unit_records
+from sana_pipe.data.encoding.encoder_settings import EncoderSettings
+from sana_pipe.data.encoding.plan import lead_made
+from sana_pipe.data.encoding.unit_encoder import UnitEncoder
+from sana_pipe.data.images import decoding
+from sana_pipe.data.images.perceptual_hash import LENGTH, hashes
+from sana_pipe.data.loader.loader import Loader
+from sana_pipe.data.signals import Encoders
+from sana_pipe.data.signals.phash import HashEncoding
 from tests.support.constants import constants, unit_sizes
 from tests.support.loading import loader_settings
 from tests.support.trees import files
@@ -52,8 +52,8 @@ def hashed(photos: Path, make_config: MakeConfig, made_once: Callable[..., Path]
 
     def make(folder: Path) -> None:
         config = with_hashes(make_config, folder)
-        stages.encode.run(config, data=str(photos))
-        stages.bucket.run(config)
+        sana_pipe.stages.encode.run(config, data=str(photos))
+        sana_pipe.stages.bucket.run(config)
 
     return made_once("hashed", make) / "cache"
 
@@ -102,17 +102,17 @@ def test_a_picture_is_read_and_decoded_once_and_latents_stay(
     photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = make_config(tmp_path / "plain")
-    stages.encode.run(plain, data=str(photos))
+    sana_pipe.stages.encode.run(plain, data=str(photos))
     decoded: list[int] = []
     real = decoding.load
     monkeypatch.setattr(decoding, "load", lambda *args: decoded.append(1) or real(*args))
     config = with_hashes(make_config, tmp_path / "hashed")
-    done = stages.encode.run(config, data=str(photos))
+    done = sana_pipe.stages.encode.run(config, data=str(photos))
     assert done["images"] == done["hashes"] == done["new"]["hashes"] == len(decoded) > 0
     for kind in ("latent", "text"):
         assert shards(Path(config.cache), kind) == shards(Path(plain.cache), kind) != {}
     assert not list(audit.verify(Cache(config.cache)))
-    again = stages.encode.run(config, data=str(photos))
+    again = sana_pipe.stages.encode.run(config, data=str(photos))
     assert again["hashes"] == again["new"]["hashes"] == 0 and again["reused"]["hashes"] == done["hashes"]
 
 
@@ -126,12 +126,12 @@ def test_a_cache_without_hashes_gets_them_without_latents(
         monkeypatch.setattr(model, "load", refuse)
     before = {kind: shards(small_cache_copy, kind) for kind in ("latent", "text")}
     config = with_hashes(make_config, tmp_path)
-    assert stages.encode.dry_run(config, str(photos), probe=False) == 0
-    done = stages.encode.run(config, data=str(photos))
+    assert sana_pipe.stages.encode.dry_run(config, str(photos), probe=False) == 0
+    done = sana_pipe.stages.encode.run(config, data=str(photos))
     assert done["images"] == done["captions"] == 0 < done["hashes"]
     assert {kind: shards(small_cache_copy, kind) for kind in before} == before
     assert records(small_cache_copy) == records(hashed)
-    stages.bucket.run(config)
+    sana_pipe.stages.bucket.run(config)
     assert list(Cache(config.cache).open_snapshot().pictures) == ["latent", "phash"]
 
 
@@ -149,10 +149,10 @@ def test_hashes_that_were_not_committed_with_their_latents_are_made_alone(
         patch.setattr(unit_records.FollowingUnit, "commit", killed)
         for _ in range(2):
             with pytest.raises(Killed):
-                stages.encode.run(config, data=str(photos))
+                sana_pipe.stages.encode.run(config, data=str(photos))
     made = len(shards(tmp_path / "cache", "latent"))
     assert made == 2 and not shards(tmp_path / "cache", "phash")
-    done = stages.encode.run(config, data=str(photos))
+    done = sana_pipe.stages.encode.run(config, data=str(photos))
     assert done["images"] < done["hashes"] == done["new"]["images"] + done["reused"]["images"] - done["rejects"]
     for kind in ("latent", "phash", "text"):
         assert shards(tmp_path / "cache", kind) == shards(hashed, kind)
@@ -165,7 +165,7 @@ def test_another_worker_leaves_hashes_whose_latents_are_being_made(
     with monkeypatch.context() as patch:
         patch.setattr(encoders.LatentEncoder, "encode", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            stages.encode.run(config, data=str(photos))
+            sana_pipe.stages.encode.run(config, data=str(photos))
     cache = Cache(config.cache)
     [plan] = cache.plans(cache.encodings("phash")[0].name)
     lead = cache.encodings("latent")[0].name
@@ -176,7 +176,7 @@ def test_another_worker_leaves_hashes_whose_latents_are_being_made(
     for unit, follower in zip(first.units, plan.units, strict=True):
         need = [estimate.unit_bytes(cache, *one) for one in ((first, unit), (plan, follower))]
         assert space.unit_bytes(first, unit) == sum(need) and space.unit_bytes(plan, follower) == need[1] > 0
-    stages.encode.run(config, data=str(photos))
+    sana_pipe.stages.encode.run(config, data=str(photos))
     assert all(map(lead_made(cache, plan, lead), plan.units))
 
 
@@ -187,9 +187,9 @@ def test_hashes_do_not_wait_for_latents_that_nobody_makes(
     with monkeypatch.context() as patch:
         patch.setattr(encoders.LatentEncoder, "encode", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            stages.encode.run(with_hashes(make_config, tmp_path), data=str(photos))
+            sana_pipe.stages.encode.run(with_hashes(make_config, tmp_path), data=str(photos))
     config = with_hashes(make_config, tmp_path, "vae.dtype=tf32")
-    done = stages.encode.run(config, data=str(photos))
+    done = sana_pipe.stages.encode.run(config, data=str(photos))
     assert done["images"] == done["hashes"] == done["new"]["hashes"] > 0 == done["left"]
 
 
@@ -199,7 +199,7 @@ def test_what_loads_a_model_is_made_in_a_pass_of_its_own(
     """A process holds one model at a time."""
     monkeypatch.setattr(HashEncoding, "shares_pixels", False)
     config = with_hashes(make_config, tmp_path)
-    done = stages.encode.run(config, data=str(photos))
+    done = sana_pipe.stages.encode.run(config, data=str(photos))
     assert done["images"] == done["hashes"] > 0
     cache = Cache(config.cache)
     assert [plan.lead for plan in cache.plans(cache.encodings("phash")[0].name)] == [None]
@@ -214,17 +214,17 @@ def test_hashes_are_those_of_their_pictures_after_the_plan_of_the_latents_was_lo
     with monkeypatch.context() as patch:
         patch.setattr(encoders.LatentEncoder, "encode", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            stages.encode.run(config, data=str(photos))
+            sana_pipe.stages.encode.run(config, data=str(photos))
     for plan in Path(config.cache).rglob("plans/latent-*/*.json"):
         plan.unlink()
     source = Path(shutil.copytree(photos, tmp_path / "source" / photos.name))
     first = min(source.glob("*.jpg"))
     first.rename(source / "zzz.jpg")
     first.with_suffix(".txt").rename(source / "zzz.txt")
-    assert stages.verify.run(config, repair=True) == 0
-    assert stages.encode.run(config, data=str(source))["left"] == 0
+    assert sana_pipe.stages.verify.run(config, repair=True) == 0
+    assert sana_pipe.stages.encode.run(config, data=str(source))["left"] == 0
     alone = with_hashes(make_config, tmp_path / "alone")
-    stages.encode.run(alone, data=str(source))
+    sana_pipe.stages.encode.run(alone, data=str(source))
     assert records(Path(config.cache)) == records(Path(alone.cache))
 
 
@@ -240,7 +240,7 @@ def test_a_damaged_hash_is_repaired_to_the_byte(hashed_copy: Path, make_config: 
     path.write_bytes(data)
     [finding] = audit.verify(Cache(hashed_copy))
     assert finding.records == (place.key.hex(),)
-    assert stages.verify.run(with_hashes(make_config, tmp_path), repair=True) == 0
+    assert sana_pipe.stages.verify.run(with_hashes(make_config, tmp_path), repair=True) == 0
     assert files(hashed_copy) == before
 
 
@@ -248,7 +248,7 @@ def test_a_picture_that_cannot_be_decoded_is_one_reject(
     photos: Path, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = Path(shutil.copytree(photos, tmp_path / "source"))
-    listed = stages.encode.planning.plan_images
+    listed = sana_pipe.stages.encode.planning.plan_images
     broken = next(source.glob("*.jpg"))
 
     def plan(*args: Any) -> Any:
@@ -257,8 +257,8 @@ def test_a_picture_that_cannot_be_decoded_is_one_reject(
         broken.write_bytes(data)  # after the scan
         return listed(*args)
 
-    monkeypatch.setattr(stages.encode.planning, "plan_images", plan)
-    done = stages.encode.run(with_hashes(make_config, tmp_path), data=str(source))
+    monkeypatch.setattr(sana_pipe.stages.encode.planning, "plan_images", plan)
+    done = sana_pipe.stages.encode.run(with_hashes(make_config, tmp_path), data=str(source))
     assert done["rejects"] == 1 and done["images"] == done["hashes"]
 
 
@@ -266,13 +266,13 @@ def test_the_dry_run_counts_hashes(
     photos: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = with_hashes(make_config, tmp_path)
-    stages.encode.dry_run(config, str(photos), probe=False, as_json=True)
+    sana_pipe.stages.encode.dry_run(config, str(photos), probe=False, as_json=True)
     report = json.loads(capsys.readouterr().out)
     assert report["new"]["hashes"] == report["new"]["images"] > 0 == report["reused"]["hashes"]
-    stages.encode.run(config, data=str(photos))
+    sana_pipe.stages.encode.run(config, data=str(photos))
     stored = sum(path.stat().st_size for path in (tmp_path / "cache").glob("shards/phash-*/*/*.tar"))
     assert stored == pytest.approx(report["bytes"]["hashes"], rel=0.25)
-    stages.encode.dry_run(config, str(photos), probe=False, as_json=True)
+    sana_pipe.stages.encode.dry_run(config, str(photos), probe=False, as_json=True)
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["new"]["hashes"] == 0 < report["reused"]["hashes"]
 
@@ -280,7 +280,7 @@ def test_the_dry_run_counts_hashes(
 def test_the_dry_run_counts_the_time_of_hashes_alone(
     small_cache_copy: Path, photos: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stages.encode.dry_run(with_hashes(make_config, tmp_path), str(photos), as_json=True)
+    sana_pipe.stages.encode.dry_run(with_hashes(make_config, tmp_path), str(photos), as_json=True)
     report = json.loads(capsys.readouterr().out)
     assert report["new"]["images"] == 0 < report["new"]["hashes"]
     assert report["time"]["image_encode_s"] > 0 and report["time"]["image_decode_s"] > 0
@@ -291,7 +291,7 @@ def test_the_loader_reads_what_is_asked_for(
     hashed_copy: Path, make_config: MakeConfig, tmp_path: Path, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = with_hashes(make_config, tmp_path)
-    name = str(stages.pack.run(config, None, "packed")) if packed else "latest"
+    name = str(sana_pipe.stages.pack.run(config, None, "packed")) if packed else "latest"
     cache = Cache(hashed_copy)
     assert not list(audit.verify(cache))
     snapshot = cache.open_snapshot(name)
@@ -329,8 +329,8 @@ def test_snapshots_with_and_without_hashes_have_the_same_samples(
 ) -> None:
     with_them = Cache(hashed_copy).open_snapshot()
     config = make_config(tmp_path, "encode.signals=[]")
-    stages.encode.run(config, data=str(photos))
-    stages.bucket.run(config)
+    sana_pipe.stages.encode.run(config, data=str(photos))
+    sana_pipe.stages.bucket.run(config)
     without = Cache(hashed_copy).open_snapshot()
     assert list(without.pictures) == ["latent"] != list(with_them.pictures)
     rows = range(len(with_them))

@@ -19,13 +19,13 @@ import pytest
 from PIL import Image
 
 from benchmarks import large_cache
-from pipeline.base.errors import AwayError, IntegrityError, NoSpaceError, RejectRateError, UserError
-from pipeline.data.cache.cache import Cache
-from pipeline.data.encoding.fragments import Fragments, Rows, ScanSuperseded
-from pipeline.data.sources.reject_kinds import Kinds
-from pipeline.data.work.claims import Claims
-from pipeline.data.work.engine import Worker
-from pipeline.data.work.stop import Stop, Stopped
+from sana_pipe.base.errors import AwayError, IntegrityError, NoSpaceError, RejectRateError, UserError
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.encoding.fragments import Fragments, Rows, ScanSuperseded
+from sana_pipe.data.sources.reject_kinds import Kinds
+from sana_pipe.data.work.claims import Claims
+from sana_pipe.data.work.engine import Worker
+from sana_pipe.data.work.stop import Stop, Stopped
 from tests.support.constants import constants, set_constants, unit_sizes, with_site
 from tests.support.trees import files
 

@@ -11,27 +11,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import stages.encode
-import stages.forget
-import stages.gc
-import stages.status
-import stages.verify
-from pipeline.base import hub
-from pipeline.base.config import Weights
-from pipeline.base.errors import CacheError, IntegrityError, UserError
-from pipeline.config import Config, load
-from pipeline.data.cache import audit, layout, prompts
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.config import MirrorConfig
-from pipeline.data.cache.contradictions import contradictions
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.status import status
-from pipeline.data.encoders import vae as encoders
-from pipeline.data.encoders.text import TextEncoder
-from pipeline.data.encoding import prompts as prompt_lists
-from pipeline.data.encoding import unit_encoder, unit_records
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.sources import caption_rules
+import sana_pipe.stages.encode
+import sana_pipe.stages.forget
+import sana_pipe.stages.gc
+import sana_pipe.stages.status
+import sana_pipe.stages.verify
+from sana_pipe.base import hub
+from sana_pipe.base.config import Weights
+from sana_pipe.base.errors import CacheError, IntegrityError, UserError
+from sana_pipe.config import Config, load
+from sana_pipe.data.cache import audit, layout, prompts
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.config import MirrorConfig
+from sana_pipe.data.cache.contradictions import contradictions
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.status import status
+from sana_pipe.data.encoders import vae as encoders
+from sana_pipe.data.encoders.text import TextEncoder
+from sana_pipe.data.encoding import prompts as prompt_lists
+from sana_pipe.data.encoding import unit_encoder, unit_records
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.sources import caption_rules
 from tests.support import tiny_cache
 from tests.support.messages import naming
 from tests.support.packed import pack
@@ -92,7 +92,7 @@ def test_prompts_alone_are_encoded_once_and_without_the_vae(
     config = make_config(tmp_path)
     monkeypatch.setattr(encoders.LatentEncoder, "load", refuse)
     monkeypatch.setattr(encoders, "describe_vae", refuse)
-    done = stages.encode.run(config, None, prompts=str(file))
+    done = sana_pipe.stages.encode.run(config, None, prompts=str(file))
     assert (done["captions"], done["left"], done["prompts"]["new"]) == (3, 0, 3), "two prompts and the null record"
     cache = Cache(config.cache)
     assert cache.encodings("latent") == []
@@ -112,9 +112,9 @@ def test_prompts_alone_are_encoded_once_and_without_the_vae(
     monkeypatch.setattr(TextEncoder, "load", refuse)
     before = sorted(cache.root.rglob("*"))
     cache.files.path(layout.Paths.copy(layout.Paths.encoding(encoding.name))).unlink()
-    assert stages.encode.run(config, None, prompts=str(file))["prompts"]["new"] == 0
+    assert sana_pipe.stages.encode.run(config, None, prompts=str(file))["prompts"]["new"] == 0
     assert sorted(cache.root.rglob("*")) == before, "nothing was appended, and the lost copy is back"
-    assert stages.status.run(config) == 0 and stages.verify.run(config) == 0
+    assert sana_pipe.stages.status.run(config) == 0 and sana_pipe.stages.verify.run(config) == 0
 
 
 def test_with_a_source_a_prompt_that_is_a_caption_is_not_encoded_again(
@@ -123,7 +123,7 @@ def test_with_a_source_a_prompt_that_is_a_caption_is_not_encoded_again(
     config = make_config(tmp_path)
     caption = next(photos.glob("*.txt")).read_text()
     file.write_text(f"{caption.strip().upper()}\na red cube\n")
-    done = stages.encode.run(config, str(photos), prompts=str(file))
+    done = sana_pipe.stages.encode.run(config, str(photos), prompts=str(file))
     assert (done["captions"], done["images"], done["prompts"]["new"]) == (1, 0, 1)
     cache = Cache(config.cache)
     snapshot = cache.open_snapshot()
@@ -136,9 +136,9 @@ def test_a_caption_prefix_gives_prompts_with_the_trigger_word(
     small_cache_copy: Path, make_config: MakeConfig, photos: Path, tmp_path: Path, file: Path
 ) -> None:
     config = make_config(tmp_path, "data.caption_prefix=sks dog, ")
-    done = stages.encode.run(config, str(photos), prompts=str(file))
+    done = sana_pipe.stages.encode.run(config, str(photos), prompts=str(file))
     assert done["prompts"]["name"] == "prompts" and prompts.names(Cache(config.cache)) == ["prompts"]
-    done = stages.encode.run(config, str(photos))
+    done = sana_pipe.stages.encode.run(config, str(photos))
     made = prompts.open_prompts(Cache(config.cache), prompts.TRIGGER, encoding_of(Cache(config.cache)))
     assert done["prompts"] == {"name": "trigger", "id": made.id, "prompts": 4, "new": 0}, "were added to the others"
     assert made.texts == tuple(context.format("sks dog") for context in prompts.TRIGGER_CONTEXTS)
@@ -161,7 +161,7 @@ def test_prompts_do_not_change_the_units_of_the_captions(
     small_cache: Path, make_config: MakeConfig, photos: Path, tmp_path: Path, file: Path
 ) -> None:
     config = make_config(tmp_path)
-    stages.encode.run(config, str(photos), prompts=str(file))
+    sana_pipe.stages.encode.run(config, str(photos), prompts=str(file))
     ours, theirs = (Cache(root).plans(encoding_of(Cache(root)).name)[0] for root in (config.cache, small_cache))
     assert ours == theirs
 
@@ -173,7 +173,7 @@ def test_the_text_encoder_is_loaded_once_for_captions_and_prompts(
     for of in (TextEncoder, encoders.LatentEncoder):
         real = of.load
         monkeypatch.setattr(of, "load", lambda *args, of=of, real=real: loads.append(of.__name__) or real(*args))
-    stages.encode.run(make_config(tmp_path), str(photos), prompts=str(file))
+    sana_pipe.stages.encode.run(make_config(tmp_path), str(photos), prompts=str(file))
     assert loads == ["TextEncoder", "LatentEncoder"]
 
 
@@ -181,11 +181,11 @@ def test_a_prompt_that_cannot_be_encoded_leaves_the_set_as_it_was(
     make_config: MakeConfig, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tmp_path)
-    stages.encode.run(config, None, prompts=str(file))
+    sana_pipe.stages.encode.run(config, None, prompts=str(file))
     file.write_text("a blue cube\n")
     monkeypatch.setattr(unit_records, "encode_finite", lambda inputs, encode, limits: [None] * len(inputs))
     with pytest.raises(UserError, match="a blue cube: "):
-        stages.encode.run(config, None, prompts=str(file))
+        sana_pipe.stages.encode.run(config, None, prompts=str(file))
     cache = Cache(config.cache)
     assert prompts.open_prompts(cache, None, encoding_of(cache)).texts[0] == "A red cube"
 
@@ -195,12 +195,14 @@ def test_other_workers_finish_and_publish(
 ) -> None:
     config = make_config(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(stages.encode, "make_units", lambda encoder, todo, *rest: (0, len(todo)))  # all are claimed
-        done = stages.encode.run(config, None, prompts=str(file), task_index=0, task_count=2)
+        patch.setattr(
+            sana_pipe.stages.encode, "make_units", lambda encoder, todo, *rest: (0, len(todo))
+        )  # all are claimed
+        done = sana_pipe.stages.encode.run(config, None, prompts=str(file), task_index=0, task_count=2)
     assert done["left"] and done["prompts"]["id"] is None
     with pytest.raises(CacheError, match=naming(Cache(config.cache).location, "--prompts")):
         prompts.open_prompts(Cache(config.cache), None, encoding_of(Cache(config.cache)))
-    assert stages.encode.run(config, None, prompts=str(file), task_index=1, task_count=2)["prompts"]["id"]
+    assert sana_pipe.stages.encode.run(config, None, prompts=str(file), task_index=1, task_count=2)["prompts"]["id"]
 
 
 # ---------------------------------------------------------------- files of prompts
@@ -240,7 +242,7 @@ def test_a_file_without_prompts_is_refused_before_a_model_is_read(
     if data is not None:
         (tmp_path / "bad.txt").write_bytes(data)
     with pytest.raises(UserError, match=r"bad\.txt.*" + names):
-        stages.encode.run(make_config(tmp_path), None, prompts=str(tmp_path / "bad.txt"))
+        sana_pipe.stages.encode.run(make_config(tmp_path), None, prompts=str(tmp_path / "bad.txt"))
     assert not (tmp_path / "cache").exists()
 
 
@@ -322,7 +324,7 @@ def test_a_wrong_byte_of_a_set_is_an_error_that_names_it_and_is_repaired(
     with pytest.raises(IntegrityError, match=naming(table)):
         prompts.open_prompts(cache, None, encoding).rows(0)
     assert table in [finding.path for finding in audit.verify(cache)]
-    assert stages.verify.run(config, repair=True) == 0
+    assert sana_pipe.stages.verify.run(config, repair=True) == 0
     assert np.array_equal(prompts.open_prompts(cache, None, encoding).rows(0), rows)
 
 
@@ -330,16 +332,16 @@ def test_a_set_that_is_lost_with_its_copy_is_made_again_by_encode(
     make_config: MakeConfig, tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(tmp_path)
-    stages.encode.run(config, None, prompts=str(file))
+    sana_pipe.stages.encode.run(config, None, prompts=str(file))
     cache = Cache(config.cache)
     opened = prompts.open_prompts(cache, None, encoding_of(cache))
     rows, table = opened.rows(1), layout.Paths.table(cache.files.document(opened.path)["rows"], "arrow")
     for name in (table, layout.Paths.copy(table)):
         (cache.root / name).unlink()
-    assert stages.verify.run(config, repair=True) != 0
+    assert sana_pipe.stages.verify.run(config, repair=True) != 0
     assert "sana-pipe encode --prompts FILE" in capsys.readouterr().out
-    assert stages.encode.run(config, None, prompts=str(file))["prompts"]["new"] == 0
-    assert stages.verify.run(config) == 0
+    assert sana_pipe.stages.encode.run(config, None, prompts=str(file))["prompts"]["new"] == 0
+    assert sana_pipe.stages.verify.run(config) == 0
     assert np.array_equal(prompts.open_prompts(cache, None, opened.encoding).rows(1), rows)
 
 
@@ -354,7 +356,7 @@ def test_a_lost_number_is_a_contradiction_and_filled(
     for name in ("prompts/prompts/00000000.json", "copies/prompts/prompts/00000000.json"):
         (cache.root / name).unlink()
     assert [finding.path for finding in contradictions(cache)] == ["prompts/prompts"]
-    assert stages.verify.run(config, repair=True) == 0
+    assert sana_pipe.stages.verify.run(config, repair=True) == 0
     assert prompts.open_prompts(cache, None, encoding).texts == ("1",)
 
 
@@ -365,17 +367,17 @@ def test_gc_leaves_the_records_of_prompts(
     make_config: MakeConfig, photos: Path, tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(tmp_path)
-    stages.encode.run(config, str(photos), prompts=str(file))
+    sana_pipe.stages.encode.run(config, str(photos), prompts=str(file))
     cache = Cache(config.cache)
     before = prompts.open_prompts(cache, None, encoding_of(cache))
     rows = [before.rows(number) for number in range(len(before))]
-    stages.forget.run(config, source=cache.sources()[0])
+    sana_pipe.stages.forget.run(config, source=cache.sources()[0])
     for path in cache.root.rglob("*"):
         os.utime(path, (1, 1))
-    stages.gc.run(config, yes=True, older_than_hours=0)
+    sana_pipe.stages.gc.run(config, yes=True, older_than_hours=0)
     after = prompts.open_prompts(Cache(config.cache), None, before.encoding)
     assert all(np.array_equal(after.rows(number), rows[number]) for number in range(len(rows)))
-    assert after.null()[1].any() and stages.verify.run(config) == 0
+    assert after.null()[1].any() and sana_pipe.stages.verify.run(config) == 0
 
 
 @pytest.mark.parametrize("flags", ["--n blurry --w 64 --h 80 --d 42 --l 7.5 --s 28", "--ar 16:9", "--seed 3", "--w=64"])

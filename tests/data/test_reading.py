@@ -11,13 +11,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-import stages.encode
-from pipeline.base.errors import ConfigError
-from pipeline.config import load
-from pipeline.data.cache.scan_table import SCAN
-from pipeline.data.encoding.reading import as_read, settled
-from pipeline.data.encoding.survey import fit_notes
-from pipeline.data.sources.config import DataConfig, TagsConfig
+import sana_pipe.stages.encode
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.config import load
+from sana_pipe.data.cache.scan_table import SCAN
+from sana_pipe.data.encoding.reading import as_read, settled
+from sana_pipe.data.encoding.survey import fit_notes
+from sana_pipe.data.sources.config import DataConfig, TagsConfig
 from tests.support.messages import naming
 
 PREFIX = "sks style, "
@@ -26,7 +26,7 @@ SET = f"data.caption_prefix={PREFIX!r}"
 
 def read(scan: dict[str, Any] | None, path: Path | str | None, *overrides: str, format: str | None = None) -> Any:
     """(reading, scan document of it) of an `encode` with this configuration."""
-    reading = settled(stages.encode.reading_of(load(path, list(overrides)), format), "pictures", scan)
+    reading = settled(sana_pipe.stages.encode.reading_of(load(path, list(overrides)), format), "pictures", scan)
     return reading, reading.document()
 
 

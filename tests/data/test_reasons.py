@@ -7,8 +7,8 @@ import io
 
 import pytest
 
-from pipeline.base.amounts import amount
-from pipeline.data.sources.reject_kinds import EXAMPLES, KINDS, OTHERS, SHOWN, Kinds, cell, examples, kind
+from sana_pipe.base.amounts import amount
+from sana_pipe.data.sources.reject_kinds import EXAMPLES, KINDS, OTHERS, SHOWN, Kinds, cell, examples, kind
 
 
 @pytest.mark.parametrize(

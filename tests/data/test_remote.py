@@ -22,18 +22,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.base import retrying
-from pipeline.base.errors import AwayError, CacheError, NoSpaceError, UserError
-from pipeline.data.cache import connections, scratch
-from pipeline.data.cache.config import MirrorConfig
-from pipeline.data.cache.files import Files
-from pipeline.data.encoding.prompts import read as read_prompts
-from pipeline.data.sources import detect, range_prefetch, remote
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.detect import open_source
-from pipeline.data.sources.filesystem import LocalFilesystem
-from pipeline.data.sources.remote import RemoteFilesystem
-from pipeline.data.sources.source import Item, Place, Reject, Source, Unreadable
+from sana_pipe.base import retrying
+from sana_pipe.base.errors import AwayError, CacheError, NoSpaceError, UserError
+from sana_pipe.data.cache import connections, scratch
+from sana_pipe.data.cache.config import MirrorConfig
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.encoding.prompts import read as read_prompts
+from sana_pipe.data.sources import detect, range_prefetch, remote
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.detect import open_source
+from sana_pipe.data.sources.filesystem import LocalFilesystem
+from sana_pipe.data.sources.remote import RemoteFilesystem
+from sana_pipe.data.sources.source import Item, Place, Reject, Source, Unreadable
 from tests.support.http_server import Server, serve
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming

@@ -15,26 +15,26 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import stages.bucket
-import stages.encode
-import stages.gc
-import stages.status
-import stages.verify
-from pipeline.base.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
-from pipeline.config import Config, load
-from pipeline.data.cache import audit, index, layout, shard
-from pipeline.data.cache.cache import Cache, Unit, WorkList
-from pipeline.data.cache.findings import GC, Finding
-from pipeline.data.cache.keys import as_keys
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.status import status
-from pipeline.data.encoders import vae as encoders
-from pipeline.data.encoders.text import TextEncoder
-from pipeline.data.encoding import unit_records
-from pipeline.data.encoding.encoder_settings import EncoderSettings
-from pipeline.data.encoding.unit_encoder import UnitEncoder
-from pipeline.data.signals import Encoders
-from pipeline.data.signals.text import TextEncoding
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.gc
+import sana_pipe.stages.status
+import sana_pipe.stages.verify
+from sana_pipe.base.errors import AwayError, CacheError, IntegrityError, NoSpaceError, UserError
+from sana_pipe.config import Config, load
+from sana_pipe.data.cache import audit, index, layout, shard
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.data.cache.findings import GC, Finding
+from sana_pipe.data.cache.keys import as_keys
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.status import status
+from sana_pipe.data.encoders import vae as encoders
+from sana_pipe.data.encoders.text import TextEncoder
+from sana_pipe.data.encoding import unit_records
+from sana_pipe.data.encoding.encoder_settings import EncoderSettings
+from sana_pipe.data.encoding.unit_encoder import UnitEncoder
+from sana_pipe.data.signals import Encoders
+from sana_pipe.data.signals.text import TextEncoding
 from tests.support import tiny_cache
 from tests.support.damage import flip
 from tests.support.source_files import make_tar
@@ -60,7 +60,7 @@ def verified(cache: Cache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         if encode is not None:
             monkeypatch.setattr(UnitEncoder, "remake", encode)
         capsys.readouterr()
-        code = stages.verify.run(config, repair=encode is not None, as_json=True)
+        code = sana_pipe.stages.verify.run(config, repair=encode is not None, as_json=True)
         result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
         return code, [(f["path"].partition("/")[0], f["fix"], f["outcome"]) for f in result["findings"]]
 
@@ -289,7 +289,7 @@ def test_status_names_what_mends_each_damage(cache: Cache, capsys: pytest.Captur
     (cache.root / Paths.table(cache.open_snapshot().head.chunks[0].samples, "arrow")).unlink()
     fixes = {"names/latest": layout.REPAIR, segment: layout.REPAIR}
     assert {name: damage["fix"] for name, damage in status(Cache(cache.root))["damaged"].items()} == fixes
-    assert stages.status.run(config) == IntegrityError.exit_code
+    assert sana_pipe.stages.status.run(config) == IntegrityError.exit_code
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("fix:")] == [f"fix: {fix}" for fix in sorted(set(fixes.values()))]
 
@@ -300,7 +300,7 @@ def test_a_damaged_table_that_nothing_refers_to_is_for_gc(cache: Cache, verified
         flip(path, 1)
     assert verified() == (4, [("tables", GC, None)] * 2)
     assert verified(encoder(cache, 0)) == (4, [("tables", GC, "failed")] * 2)
-    assert stages.gc.run(load("tiny", [f"cache={cache.root}"]), yes=True, older_than_hours=0) == 0
+    assert sana_pipe.stages.gc.run(load("tiny", [f"cache={cache.root}"]), yes=True, older_than_hours=0) == 0
     assert verified() == (0, [])
 
 
@@ -313,7 +313,7 @@ def test_a_damaged_chunk_of_a_snapshot_without_a_copy_is_for_bucket(
     again = "sana-pipe bucket"
     code, result = verified()
     assert code == 4 and {fix for _, fix, _ in result} == {again}
-    assert stages.verify.run(load("tiny", [f"cache={cache.root}"]), repair=True) == 4
+    assert sana_pipe.stages.verify.run(load("tiny", [f"cache={cache.root}"]), repair=True) == 4
     printed = capsys.readouterr().out
     assert f"read: {len(result)} damaged" in printed, "each once"
     assert [line for line in printed.splitlines() if line.startswith("fix:")] == [f"fix: {again}"]
@@ -370,9 +370,9 @@ def test_a_repair_of_both_kinds_has_one_encoder_in_memory_at_a_time(
     if out_of_memory:
         monkeypatch.setattr(encoders.LatentEncoder, "encode", exhausted)
         with pytest.raises(UserError):
-            stages.verify.run(config, repair=True, data=(f"photos={photos}",))
+            sana_pipe.stages.verify.run(config, repair=True, data=(f"photos={photos}",))
     else:
-        assert stages.verify.run(config, repair=True, data=(f"photos={photos}",)) == 0
+        assert sana_pipe.stages.verify.run(config, repair=True, data=(f"photos={photos}",)) == 0
     assert (sorted(loads), in_memory) == (["latent", "text"], [0, 0])
     right = [path for path, data in whole.items() if path.read_bytes() == data]
     assert {"text-" in str(path) for path in right} == ({True} if out_of_memory else {True, False})
@@ -407,7 +407,7 @@ def test_each_encoding_is_compared_with_the_encoder_that_is_loaded(
 def adopted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Config, Path, Path]:
     """A configuration of a cache and another; a latent shard that the first has adopted, and that of the other."""
     of = with_another(tmp_path)
-    stages.bucket.run(of)
+    sana_pipe.stages.bucket.run(of)
     here, there = Path(of.cache), Path(of.bucket.caches[0])
     shared = {path.relative_to(there) for path in there.glob("shards/latent-*/*/*.tar")}
     name = min(path for path in shared if (here / path).exists())
@@ -420,7 +420,7 @@ def repaired(of: Config, capsys: pytest.CaptureFixture[str], *caches: str) -> tu
     """Exit code and outcomes of `verify --repair` with these `bucket.caches`."""
     capsys.readouterr()
     bucket = of.bucket.model_copy(update={"caches": list(caches)})
-    code = stages.verify.run(of.model_copy(update={"bucket": bucket}), repair=True, as_json=True)
+    code = sana_pipe.stages.verify.run(of.model_copy(update={"bucket": bucket}), repair=True, as_json=True)
     return code, [finding["outcome"] for finding in json.loads(capsys.readouterr().out)["findings"]]
 
 
@@ -474,7 +474,7 @@ def test_where_an_adopted_shard_is_is_said_next_to_where_its_source_may_be(
     monkeypatch.setattr(Cache, "unit_rows", unit_rows)
     bucket = of.bucket.model_copy(update={"caches": []})
     with pytest.raises(UserError) as raised:
-        stages.verify.run(of.model_copy(update={"bucket": bucket}), repair=True)
+        sana_pipe.stages.verify.run(of.model_copy(update={"bucket": bucket}), repair=True)
     assert "--data two=" in str(raised.value.fix) and "bucket.caches=" in str(raised.value.fix)
 
 
@@ -498,14 +498,14 @@ def test_a_picture_that_has_moved_is_repaired_from_its_new_place(
             (data / name).write_bytes(content)
 
     put(contents)
-    stages.encode.run(config, str(data))
+    sana_pipe.stages.encode.run(config, str(data))
     put({f"0{name}" if kind == "folder" else name: contents[name] for name in sorted(contents, reverse=True)})
-    assert stages.encode.run(config, str(data))["images"] == 0
+    assert sana_pipe.stages.encode.run(config, str(data))["images"] == 0
     cache = Cache(config.cache)
     encoding = cache.encodings("latent")[0].name
     commit = index.commits(cache.files, encoding, 0)[0]
     path = cache.root / layout.Paths.shard(encoding, str(commit.shard))
     whole = path.read_bytes()
     flip(path, audit.record_rows(cache, commit)[0]["offset"])
-    assert stages.verify.run(config, repair=True) == 0
+    assert sana_pipe.stages.verify.run(config, repair=True) == 0
     assert path.read_bytes() == whole

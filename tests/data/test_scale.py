@@ -27,17 +27,17 @@ from benchmarks.reading_simulator import (
     ModelFiles,
     NodeCounts,
 )
-from pipeline.data.cache import layout, mirror, shard
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.config import MirrorConfig
-from pipeline.data.cache.mirror import Mirror
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.encoding import estimate
-from pipeline.data.loader import randomness, schedule
-from pipeline.data.loader.loader import Loader
-from pipeline.data.loader.planner import Planner
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
+from sana_pipe.data.cache import layout, mirror, shard
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.config import MirrorConfig
+from sana_pipe.data.cache.mirror import Mirror
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.encoding import estimate
+from sana_pipe.data.loader import randomness, schedule
+from sana_pipe.data.loader.loader import Loader
+from sana_pipe.data.loader.planner import Planner
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
 from tests.support import tiny_cache
 from tests.support.loading import loader_settings
 from tests.support.packed import pack

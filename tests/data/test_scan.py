@@ -24,27 +24,27 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from pipeline.base.errors import NoSpaceError, ResourceError, UserError
-from pipeline.data.cache import audit, layout, scan_table
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.garbage import unneeded
-from pipeline.data.cache.item_rows import ItemRows
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.encoding import last_scan, scan_rows
-from pipeline.data.encoding import scan as scanning
-from pipeline.data.encoding.fragments import Fragments, Rows
-from pipeline.data.sources.caption_columns import CaptionRule
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.detect import open_source
-from pipeline.data.sources.filesystem import LocalFilesystem, Unreadable
-from pipeline.data.sources.folder import FolderSource
-from pipeline.data.sources.reject_kinds import Kinds
-from pipeline.data.sources.source import Given, Item, Part, Place, Source
-from pipeline.data.sources.tables import ParquetSource
-from pipeline.data.sources.tars import TarSource
-from pipeline.data.work.claims import Claims
-from pipeline.data.work.engine import Worker
-from pipeline.data.work.stop import Stop, Stopped
+from sana_pipe.base.errors import NoSpaceError, ResourceError, UserError
+from sana_pipe.data.cache import audit, layout, scan_table
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.garbage import unneeded
+from sana_pipe.data.cache.item_rows import ItemRows
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.encoding import last_scan, scan_rows
+from sana_pipe.data.encoding import scan as scanning
+from sana_pipe.data.encoding.fragments import Fragments, Rows
+from sana_pipe.data.sources.caption_columns import CaptionRule
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.detect import open_source
+from sana_pipe.data.sources.filesystem import LocalFilesystem, Unreadable
+from sana_pipe.data.sources.folder import FolderSource
+from sana_pipe.data.sources.reject_kinds import Kinds
+from sana_pipe.data.sources.source import Given, Item, Part, Place, Source
+from sana_pipe.data.sources.tables import ParquetSource
+from sana_pipe.data.sources.tars import TarSource
+from sana_pipe.data.work.claims import Claims
+from sana_pipe.data.work.engine import Worker
+from sana_pipe.data.work.stop import Stop, Stopped
 from tests.support.failing_reads import fail_reads
 from tests.support.messages import naming
 from tests.support.workers.scanning import RUN

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.loader.schedule import Schedule, permute
+from sana_pipe.data.loader.schedule import Schedule, permute
 from tests.support.schedules import cases, mixes, order_digest, walk
 
 

@@ -15,19 +15,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.base import disk
-from pipeline.base.errors import CacheError, NoSpaceError
-from pipeline.data.cache import arrow, scratch
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.item_rows import ItemRows
-from pipeline.data.cache.keys import as_keys, binary, fixed, key_bytes
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.cache.status import status
-from pipeline.data.snapshots import selection
-from pipeline.data.snapshots.frames import Frame
-from pipeline.data.snapshots.join import Joined
+from sana_pipe.base import disk
+from sana_pipe.base.errors import CacheError, NoSpaceError
+from sana_pipe.data.cache import arrow, scratch
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.item_rows import ItemRows
+from sana_pipe.data.cache.keys import as_keys, binary, fixed, key_bytes
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.cache.status import status
+from sana_pipe.data.snapshots import selection
+from sana_pipe.data.snapshots.frames import Frame
+from sana_pipe.data.snapshots.join import Joined
 from tests.support.lowered import lower_limits
 from tests.support.synthetic import TABLE
 

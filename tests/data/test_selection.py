@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.base import disk
-from pipeline.data.cache import scratch
-from pipeline.data.cache.keys import of_halves
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.snapshots import frames, selection
-from pipeline.data.snapshots.frames import Frame
-from pipeline.data.snapshots.join import Joined
+from sana_pipe.base import disk
+from sana_pipe.data.cache import scratch
+from sana_pipe.data.cache.keys import of_halves
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.snapshots import frames, selection
+from sana_pipe.data.snapshots.frames import Frame
+from sana_pipe.data.snapshots.join import Joined
 
 SOURCES = ["zoo", "ärger", "b", "a"]
 COLUMNS = ("source", "sample_id", "picture_id", "digest", "height", "width", "bucket", "cluster")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.data.loader import shard_prefetch
-from pipeline.data.loader.shard_prefetch import FetchQueue, ShardPrefetch
+from sana_pipe.data.loader import shard_prefetch
+from sana_pipe.data.loader.shard_prefetch import FetchQueue, ShardPrefetch
 
 WAIT_S = 30.0
 

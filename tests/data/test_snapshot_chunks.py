@@ -12,23 +12,23 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import stages.bucket
-from pipeline.base import disk
-from pipeline.base.disk import Handle, digest_of
-from pipeline.base.errors import IntegrityError
-from pipeline.data.cache import arrow, audit, compare
-from pipeline.data.cache import snapshot as snapshots
-from pipeline.data.cache.arrow import ipc_table
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.folder_store import FolderStore
-from pipeline.data.cache.garbage import Needed
-from pipeline.data.cache.layout import REPAIR, Paths
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_samples import CHUNK_ROWS
-from pipeline.data.cache.status import status
-from pipeline.data.loader.planner import Planner
-from pipeline.data.snapshots import assemble
+import sana_pipe.stages.bucket
+from sana_pipe.base import disk
+from sana_pipe.base.disk import Handle, digest_of
+from sana_pipe.base.errors import IntegrityError
+from sana_pipe.data.cache import arrow, audit, compare
+from sana_pipe.data.cache import snapshot as snapshots
+from sana_pipe.data.cache.arrow import ipc_table
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.folder_store import FolderStore
+from sana_pipe.data.cache.garbage import Needed
+from sana_pipe.data.cache.layout import REPAIR, Paths
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_samples import CHUNK_ROWS
+from sana_pipe.data.cache.status import status
+from sana_pipe.data.loader.planner import Planner
+from sana_pipe.data.snapshots import assemble
 from tests.support import tiny_cache
 from tests.support.damage import flip
 from tests.support.synthetic import add, config, pictures
@@ -41,13 +41,13 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Snapshot:
     monkeypatch.setattr(assemble, "CHUNK_ROWS", ROWS)
     monkeypatch.setattr(snapshots, "OPEN_CHUNKS", OPEN)
     add(config(tmp_path / "cache"), "one", pictures(40))
-    return Cache(tmp_path / "cache").open_snapshot(stages.bucket.run(config(tmp_path / "cache")))
+    return Cache(tmp_path / "cache").open_snapshot(sana_pipe.stages.bucket.run(config(tmp_path / "cache")))
 
 
 def test_snapshots_are_compared_a_chunk_at_a_time(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
     of = config(snapshot.files.root)
     add(of, "two", pictures(7, "two-"))
-    more = Cache(snapshot.files.root).open_snapshot(stages.bucket.run(of))
+    more = Cache(snapshot.files.root).open_snapshot(sana_pipe.stages.bucket.run(of))
     asked, real = list[int](), Snapshot.columns
     monkeypatch.setattr(compare, "CHUNK_ROWS", ROWS)
     monkeypatch.setattr(Snapshot, "columns", lambda self, rows: (asked.append(len(rows)), real(self, rows))[1])
@@ -247,7 +247,7 @@ def test_a_list_that_is_lost_or_damaged_is_named_and_written_again(snapshot: Sna
     assert raised.value.fix == REPAIR
     findings = list(audit.verify(Cache(root)))
     assert any(path.name in finding.path + finding.problem for finding in findings)
-    assert stages.bucket.run(config(root)) == snapshot.id
+    assert sana_pipe.stages.bucket.run(config(root)) == snapshot.id
     assert path.read_bytes() == copy.read_bytes() == good
     assert not list(audit.verify(Cache(root)))
 
@@ -257,7 +257,7 @@ def test_status_asks_for_each_file_once_for_all_names(snapshot: Snapshot, monkey
     cache = Cache(of.cache)
     cache.point("first", snapshot.id)
     add(of, "two", pictures(7, "two-"))
-    more = Cache(of.cache).open_snapshot(stages.bucket.run(of))
+    more = Cache(of.cache).open_snapshot(sana_pipe.stages.bucket.run(of))
     asked, real = list[str](), FolderStore.stat
     monkeypatch.setattr(FolderStore, "stat", lambda self, name: (asked.append(name), real(self, name))[1])
     assert set(status(cache)["snapshots"].values()) == {snapshot.id, more.id}

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import CacheError
-from pipeline.data.cache import layout
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_head import Head
+from sana_pipe.base.errors import CacheError
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_head import Head
 from tests.support import tiny_cache
 from tests.support.golden import GOLDEN
 from tests.support.trees import unpack

@@ -22,18 +22,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.base import disk, retrying
-from pipeline.base.errors import AwayError, UserError
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.sources import filenames
-from pipeline.data.sources import folder as folder_source
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.detect import open_source, reopen
-from pipeline.data.sources.filenames import stem
-from pipeline.data.sources.filesystem import LocalFilesystem
-from pipeline.data.sources.folder import FolderSource
-from pipeline.data.sources.metadata_files import RowReader
-from pipeline.data.sources.source import Item, Place, Reject, Source, Unreadable
+from sana_pipe.base import disk, retrying
+from sana_pipe.base.errors import AwayError, UserError
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.sources import filenames
+from sana_pipe.data.sources import folder as folder_source
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.detect import open_source, reopen
+from sana_pipe.data.sources.filenames import stem
+from sana_pipe.data.sources.filesystem import LocalFilesystem
+from sana_pipe.data.sources.folder import FolderSource
+from sana_pipe.data.sources.metadata_files import RowReader
+from sana_pipe.data.sources.source import Item, Place, Reject, Source, Unreadable
 from tests.support.failing_reads import disconnect
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
@@ -411,9 +411,9 @@ def test_pipes_and_sockets_do_not_hang(tmp_path: Path) -> None:
 
 LISTING = """
 import sys
-from pipeline.data.sources.config import DataConfig
-from pipeline.base.errors import UserError
-from pipeline.data.sources.detect import open_source
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.sources.detect import open_source
 for data in sys.argv[1:]:
     try:
         print(list(open_source(data, DataConfig()).items()))
@@ -593,7 +593,7 @@ def test_two_listings_are_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not PHOTOS.is_dir(), reason=f"no photographs with captions in {PHOTOS.name}/")
 def test_photographs() -> None:
-    from pipeline.data.images.decoding import load, probe
+    from sana_pipe.data.images.decoding import load, probe
 
     source = FolderSource(PHOTOS, "text")
     actual = list(source.items())

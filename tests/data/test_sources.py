@@ -25,18 +25,18 @@ import pyarrow.parquet as pq
 import pytest
 import webdataset
 
-from pipeline.base import retrying
-from pipeline.base.errors import AwayError, UserError
-from pipeline.data.cache import scratch
-from pipeline.data.sources import caption_columns, detect, formats, metadata_files, tables
-from pipeline.data.sources.caption_columns import CaptionCandidate, CaptionRule
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.detect import open_source
-from pipeline.data.sources.filesystem import LocalFilesystem
-from pipeline.data.sources.folder import SIDECAR_BATCH, FolderSource
-from pipeline.data.sources.reject_kinds import Kinds
-from pipeline.data.sources.source import Given, Item, ListedItems, Place, Reject, Unreadable
-from pipeline.data.sources.tables import ListingSource
+from sana_pipe.base import retrying
+from sana_pipe.base.errors import AwayError, UserError
+from sana_pipe.data.cache import scratch
+from sana_pipe.data.sources import caption_columns, detect, formats, metadata_files, tables
+from sana_pipe.data.sources.caption_columns import CaptionCandidate, CaptionRule
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.detect import open_source
+from sana_pipe.data.sources.filesystem import LocalFilesystem
+from sana_pipe.data.sources.folder import SIDECAR_BATCH, FolderSource
+from sana_pipe.data.sources.reject_kinds import Kinds
+from sana_pipe.data.sources.source import Given, Item, ListedItems, Place, Reject, Unreadable
+from sana_pipe.data.sources.tables import ListingSource
 from tests.support.failing_reads import fail_reads
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming

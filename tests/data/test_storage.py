@@ -17,21 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-import stages.bucket
-import stages.encode
-import stages.gc
-import stages.verify
-from pipeline.base.errors import CacheError, ConfigError, IntegrityError
-from pipeline.config import Config, load
-from pipeline.data.cache import audit, codec, index, layout, shard
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.encodings import Encoding, encoding_class
-from pipeline.data.cache.snapshot_samples import samples_schema
-from pipeline.data.encoders.text import TextEncoder
-from pipeline.data.loader.loader import Loader
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.tools.reporting import draw_latents
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.gc
+import sana_pipe.stages.verify
+from sana_pipe.base.errors import CacheError, ConfigError, IntegrityError
+from sana_pipe.config import Config, load
+from sana_pipe.data.cache import audit, codec, index, layout, shard
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.encodings import Encoding, encoding_class
+from sana_pipe.data.cache.snapshot_samples import samples_schema
+from sana_pipe.data.encoders.text import TextEncoder
+from sana_pipe.data.loader.loader import Loader
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.tools.reporting import draw_latents
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.loading import loader_settings
 from tests.support.messages import naming
@@ -323,8 +323,8 @@ def stored(
 ) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("stored")
     config = make_config(folder, *_storage(request.param))
-    stages.encode.run(config, data=str(photos))
-    stages.bucket.run(config)
+    sana_pipe.stages.encode.run(config, data=str(photos))
+    sana_pipe.stages.bucket.run(config)
     return request.param, folder / "cache"
 
 
@@ -376,7 +376,7 @@ def test_one_flipped_byte_is_repaired_to_the_byte(
 ) -> None:
     config = copy[1]
     cache = Cache(config.cache)
-    assert stages.verify.run(config, as_json=True) == 0
+    assert sana_pipe.stages.verify.run(config, as_json=True) == 0
     encoding = cache.encodings(kind)[0].name
     commit = max(index.commits(cache.files, encoding, 0), key=lambda c: c.records)
     row = audit.record_rows(cache, commit)[-1]
@@ -386,10 +386,10 @@ def test_one_flipped_byte_is_repaired_to_the_byte(
     bad[row["offset"] + 30] ^= 4
     path.write_bytes(bad)
     capsys.readouterr()
-    assert stages.verify.run(config, as_json=True) != 0
+    assert sana_pipe.stages.verify.run(config, as_json=True) != 0
     (finding,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["findings"]
     assert finding["records"] == [row["key"].hex()]
-    assert stages.verify.run(config, repair=True, as_json=True) == 0
+    assert sana_pipe.stages.verify.run(config, repair=True, as_json=True) == 0
     (finding,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["findings"]
     assert finding["outcome"] == "restored"
     assert path.read_bytes() == good
@@ -414,20 +414,20 @@ def test_a_repair_copies_lossy_records_as_they_stand(
     bad = bytearray(path.read_bytes())
     bad[audit.record_rows(cache, commit)[0]["offset"] + 30] ^= 4
     path.write_bytes(bad)
-    stages.verify.run(config, repair=True, as_json=True)
+    sana_pipe.stages.verify.run(config, repair=True, as_json=True)
     summary = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert summary["findings"][0]["outcome"] == "replaced"
 
 
 def test_a_second_run_loads_nothing(copy: tuple[str, Config], photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.data.encoders import vae as encoders
+    from sana_pipe.data.encoders import vae as encoders
 
     def refuse(*args: object) -> None:
         raise AssertionError("a model was loaded although there is nothing to encode")
 
     monkeypatch.setattr(encoders.LatentEncoder, "load", refuse)
     monkeypatch.setattr(TextEncoder, "load", refuse)
-    assert stages.encode.run(copy[1], data=str(photos))["images"] == 0
+    assert sana_pipe.stages.encode.run(copy[1], data=str(photos))["images"] == 0
 
 
 def test_two_tasks_make_the_same_bytes(
@@ -439,7 +439,7 @@ def test_two_tasks_make_the_same_bytes(
     for order in ((0, 1, 2), (2, 1, 0)):
         config = make_config(tmp_path / str(order[0]), *_storage(stored[0]), *small)
         for task in order:
-            stages.encode.run(config, data=str(photos), task_index=task, task_count=3)
+            sana_pipe.stages.encode.run(config, data=str(photos), task_index=task, task_count=3)
         root = Path(config.cache)
         shards.append({path.name for path in (root / "shards").rglob("*.*")})
     assert shards[0] == shards[1] and len(shards[0]) > 8
@@ -448,7 +448,7 @@ def test_two_tasks_make_the_same_bytes(
 def test_ratio_and_error_are_printed(
     photos: Path, make_config: MakeConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stages.encode.run(make_config(tmp_path, *_storage("mixed")), data=str(photos))
+    sana_pipe.stages.encode.run(make_config(tmp_path, *_storage("mixed")), data=str(photos))
     out = capfd.readouterr().out
     assert "latent storage bf16-zstd: 0." in out and "no error" in out
     assert "text storage int8: 0.5" in out and "relative error 0.0" in out
@@ -457,7 +457,7 @@ def test_ratio_and_error_are_printed(
 
 def test_bucket_refuses_a_cache_of_another_storage(stored: tuple[str, Path], make_config: MakeConfig) -> None:
     with pytest.raises(CacheError, match=r"encode\.storage\.text"):
-        stages.bucket.run(make_config(stored[1].parent))
+        sana_pipe.stages.bucket.run(make_config(stored[1].parent))
 
 
 @pytest.mark.parametrize("kind", ["latent", "text"])
@@ -471,9 +471,9 @@ def test_int8_records_of_two_caches_that_were_encoded_apart_are_joined(
         for path in photos.iterdir():
             if path.stem in chosen:
                 shutil.copy(path, half)
-        stages.encode.run(make_config(tmp_path / name, setting), data=str(half))
+        sana_pipe.stages.encode.run(make_config(tmp_path / name, setting), data=str(half))
     both = make_config(tmp_path / "one", setting, f"bucket.caches=['{tmp_path / 'two' / 'cache'}']")
-    stages.bucket.run(both)
+    sana_pipe.stages.bucket.run(both)
     opened = Cache(both.cache).open_snapshot()
     assert len(opened) == 12
     tensors = draw_latents.SnapshotTensors(opened)

@@ -12,12 +12,12 @@ from uuid import uuid4
 
 import pytest
 
-import stages.encode
-from pipeline.base import disk
-from pipeline.data.cache.adopt import bring
-from pipeline.data.cache.config import MirrorConfig
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.layout import Paths
+import sana_pipe.stages.encode
+from sana_pipe.base import disk
+from sana_pipe.data.cache.adopt import bring
+from sana_pipe.data.cache.config import MirrorConfig
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.layout import Paths
 from tests.support import tiny_cache
 from tests.support.packed import pack
 from tests.support.runs import fit_tiny
@@ -102,7 +102,7 @@ def test_a_list_of_rejects_is_on_the_disk_before_it_has_a_name(
     (source / "broken.png").write_bytes(b"no picture")
     (source / "broken.txt").write_text("a caption")
     watched = Disk(small_cache_copy, monkeypatch)
-    assert stages.encode.run(make_config(tmp_path), data=str(source))["rejects"] == 1
+    assert sana_pipe.stages.encode.run(make_config(tmp_path), data=str(source))["rejects"] == 1
     assert watched.named["reports"] and not watched.unsynced
 
 
@@ -133,7 +133,7 @@ def test_a_damaged_file_is_replaced_durably(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / Paths.table(files.put_content(b"data", "tables", "npy"), "npy")
     path.write_bytes(b"rot")
     synced: list[tuple[Path, bytes]] = []
-    monkeypatch.setattr("pipeline.base.disk.sync_path", lambda what: synced.append((what, path.read_bytes())))
+    monkeypatch.setattr("sana_pipe.base.disk.sync_path", lambda what: synced.append((what, path.read_bytes())))
     files.put_content(b"data", "tables", "npy")
     assert synced == [(path.parent, b"data")]
 

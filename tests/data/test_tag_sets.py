@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import stages.bucket
-import stages.encode
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.sources.caption_columns import CaptionCandidate, CaptionRule
-from pipeline.data.sources.config import DataConfig, TagsConfig
-from pipeline.data.sources.tag_sets import MAX_WORDS, tags_of, variants
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.sources.caption_columns import CaptionCandidate, CaptionRule
+from sana_pipe.data.sources.config import DataConfig, TagsConfig
+from sana_pipe.data.sources.tag_sets import MAX_WORDS, tags_of, variants
 
 TAGS = [f"tag {number}" for number in range(10)]
 CAPTION = ",".join(TAGS)
@@ -43,7 +43,7 @@ def test_variants_depend_on_source_picture_caption_and_number_alone() -> None:
     ]
     assert len({*made, *others}) == 16
     code = (
-        "from pipeline.data.sources.config import TagsConfig; from pipeline.data.sources.tag_sets import variants; "
+        "from sana_pipe.data.sources.config import TagsConfig; from sana_pipe.data.sources.tag_sets import variants; "
         f"print(variants({CAPTION!r}, 's', 'a.png', TagsConfig(shuffle=4, drop=0.1, keep=1)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == str(made)
@@ -108,13 +108,15 @@ def test_each_variant_is_encoded_once_and_the_original_not_again(
         (tmp_path / "pictures" / f"{seed}.txt").write_text(caption)
     data = str(tmp_path / "pictures")
     plain = make_config(tmp_path, "bucket.batch=2")
-    assert stages.encode.run(plain, data=data)["new"] == {"images": 2, "captions": 3}, "with the null record"
+    assert sana_pipe.stages.encode.run(plain, data=data)["new"] == {"images": 2, "captions": 3}, "with the null record"
     config = make_config(tmp_path, "bucket.batch=2", "data.tags={shuffle: 4, drop: 0.1, keep: 1}")
-    assert stages.encode.run(config, data=data)["new"] == {"images": 0, "captions": 4}
+    assert sana_pipe.stages.encode.run(config, data=data)["new"] == {"images": 0, "captions": 4}
     for again in (config, plain):  # a later run remembers how the source is read
-        assert stages.encode.run(again, data=data)["new"] == {"images": 0, "captions": 0}
-    stages.bucket.run(config)
+        assert sana_pipe.stages.encode.run(again, data=data)["new"] == {"images": 0, "captions": 0}
+    sana_pipe.stages.bucket.run(config)
     snapshot = Cache(config.cache).open_snapshot()
     assert sorted(len(snapshot.sample(sample).captions) for sample in range(2)) == [1, 5]
     more = make_config(tmp_path, "data.tags={shuffle: 6, drop: 0.1, keep: 1}")
-    assert stages.encode.run(more, data=data)["new"] == {"images": 0, "captions": 2}, "the first four are the same"
+    assert sana_pipe.stages.encode.run(more, data=data)["new"] == {"images": 0, "captions": 2}, (
+        "the first four are the same"
+    )

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-import stages.bucket
-import stages.encode
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.base.hub import ModelError
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.encoders.config import TextConfig
-from pipeline.data.encoders.frozen import from_bits
-from pipeline.data.encoders.text import TextEncoder, count_rows, describe_text, relative_error
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.sources import caption_rules as rules
-from pipeline.data.sources import prx_cleaning
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.base.hub import ModelError
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.encoders.config import TextConfig
+from sana_pipe.data.encoders.frozen import from_bits
+from sana_pipe.data.encoders.text import TextEncoder, count_rows, describe_text, relative_error
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.sources import caption_rules as rules
+from sana_pipe.data.sources import prx_cleaning
 from tests.support import tiny_models
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.messages import naming
@@ -399,7 +399,7 @@ def test_a_killed_encoding_goes_on_and_gives_the_same_rows(
     source = some_of(photos, tmp_path / "some")
     options = f"text.id={other}", "text.max_length=null", "data.resolution=64", "data.buckets=[[64, 64]]"
     config = make_config(tmp_path / "whole", *options)
-    done = stages.encode.run(config, data=str(source))
+    done = sana_pipe.stages.encode.run(config, data=str(source))
     assert done["captions"] == 4 + 1 and done["left"] == 0
 
     resumed, inner, calls = make_config(tmp_path / "killed", *options), TextEncoder.encode, 0
@@ -414,12 +414,12 @@ def test_a_killed_encoding_goes_on_and_gives_the_same_rows(
     with monkeypatch.context() as patched:
         patched.setattr(TextEncoder, "encode", dies)
         with pytest.raises(Killed):
-            stages.encode.run(resumed, data=str(source))
-    assert 0 < stages.encode.run(resumed, data=str(source))["captions"] < 5
+            sana_pipe.stages.encode.run(resumed, data=str(source))
+    assert 0 < sana_pipe.stages.encode.run(resumed, data=str(source))["captions"] < 5
 
     taken = []
     for each in (config, resumed):
-        stages.bucket.run(each)
+        sana_pipe.stages.bucket.run(each)
         snapshot = Cache(each.cache).open_snapshot()
         taken.append(snapshot)
         encoding = snapshot.encoding(TextEncoding)
@@ -436,7 +436,7 @@ def test_a_killed_encoding_goes_on_and_gives_the_same_rows(
 
 def test_a_dry_run_counts_what_is_encoded(other: Path, photos: Path, make_config: Make, tmp_path: Path) -> None:
     config = make_config(tmp_path, f"text.id={other}", "text.max_length=null")
-    assert stages.encode.dry_run(config, data=str(photos), probe=False) == 0
+    assert sana_pipe.stages.encode.dry_run(config, data=str(photos), probe=False) == 0
     with pytest.raises(UserError, match=naming("text.prompting")):
         changed = make_config(tmp_path, f"text.id={other}", "text.max_length=null", "text.prompting=nvlabs")
-        stages.encode.dry_run(changed, data=str(photos), probe=False)
+        sana_pipe.stages.encode.dry_run(changed, data=str(photos), probe=False)

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-import stages.encode
-from pipeline.base.errors import UserError
-from pipeline.config import Config, ConfigError, load
-from pipeline.data.cache import index
-from pipeline.data.cache.cache import Cache
-from pipeline.data.encoders import shared_prefix
-from pipeline.data.encoders import text as module
-from pipeline.data.encoders.config import TextConfig
-from pipeline.data.encoders.text import TextEncoder, describe_text
-from pipeline.data.sources import caption_rules as rules
-from pipeline.data.work import progress
-from pipeline.data.work.progress import Meter, Progress
+import sana_pipe.stages.encode
+from sana_pipe.base.errors import UserError
+from sana_pipe.config import Config, ConfigError, load
+from sana_pipe.data.cache import index
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.encoders import shared_prefix
+from sana_pipe.data.encoders import text as module
+from sana_pipe.data.encoders.config import TextConfig
+from sana_pipe.data.encoders.text import TextEncoder, describe_text
+from sana_pipe.data.sources import caption_rules as rules
+from sana_pipe.data.work import progress
+from sana_pipe.data.work.progress import Meter, Progress
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.parameters import first_quick
 
@@ -284,9 +284,9 @@ def test_the_mode_is_checked_and_kept_as_provenance(
     with pytest.raises(ConfigError, match=r"text\.mode"):
         load("tiny", ["text.mode=fast"])
     config = make_config(tmp_path, "text.mode=exact")
-    stages.encode.run(config, data=str(photos))
+    sana_pipe.stages.encode.run(config, data=str(photos))
     assert modes(config) == {"exact"}
-    one = stages.encode.run(make_config(tmp_path), data=str(photos))
+    one = sana_pipe.stages.encode.run(make_config(tmp_path), data=str(photos))
     assert one["captions"] == 0  # the same encoding: nothing to do
 
 

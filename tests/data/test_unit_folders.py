@@ -8,11 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipeline.data.cache import audit, contradictions, garbage, index, layout
-from pipeline.data.cache.cache import Cache, Unit, WorkList
-from pipeline.data.cache.layout import Paths
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.work import engine
+from sana_pipe.data.cache import audit, contradictions, garbage, index, layout
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.work import engine
 
 ENCODING = LatentEncoding(weights="w")
 

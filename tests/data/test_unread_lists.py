@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.base.errors import UserError
-from pipeline.config import load
-from pipeline.data.sources.name_pairs import Pair
-from pipeline.data.sources.unread_lists import UnreadList
-from stages import init
-from stages.init import Options
+from sana_pipe.base.errors import UserError
+from sana_pipe.config import load
+from sana_pipe.data.sources.name_pairs import Pair
+from sana_pipe.data.sources.unread_lists import UnreadList
+from sana_pipe.stages import init
+from sana_pipe.stages.init import Options
 from tests.support.messages import naming
 
 SENTENCE = "a brown dog sits on the grass"

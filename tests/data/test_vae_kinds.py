@@ -15,15 +15,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-import stages.bucket
-import stages.encode
-from pipeline.base.hub import ModelError
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.encoders import vae as encoders
-from pipeline.data.encoders.config import VaeConfig
-from pipeline.data.encoders.frozen import from_bits
-from pipeline.data.signals.latent import LatentEncoding
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+from sana_pipe.base.hub import ModelError
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.encoders import vae as encoders
+from sana_pipe.data.encoders.config import VaeConfig
+from sana_pipe.data.encoders.frozen import from_bits
+from sana_pipe.data.signals.latent import LatentEncoding
 from tests.support import tiny_models
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.messages import naming
@@ -254,7 +254,7 @@ def test_from_pictures_to_a_snapshot_and_back_and_a_killed_run_makes_the_same_by
 ) -> None:
     set_constants(monkeypatch, unit_sizes(2, 100))
     whole, killed = (make_config(tmp_path / name, f"vae.id={each}", *SIDES) for name in ("whole", "killed"))
-    assert stages.encode.run(whole, data=str(pictures))["images"] == 6
+    assert sana_pipe.stages.encode.run(whole, data=str(pictures))["images"] == 6
     inner, calls = encoders.LatentEncoder.encode, 0
 
     def dies(self: encoders.LatentEncoder, images: np.ndarray) -> np.ndarray:
@@ -267,11 +267,11 @@ def test_from_pictures_to_a_snapshot_and_back_and_a_killed_run_makes_the_same_by
     with monkeypatch.context() as patched:
         patched.setattr(encoders.LatentEncoder, "encode", dies)
         with pytest.raises(Killed):
-            stages.encode.run(killed, data=str(pictures))
-    assert 0 < stages.encode.run(killed, data=str(pictures))["images"] < 6
+            sana_pipe.stages.encode.run(killed, data=str(pictures))
+    assert 0 < sana_pipe.stages.encode.run(killed, data=str(pictures))["images"] < 6
     assert files(Path(whole.cache)) == files(Path(killed.cache))
 
-    stages.bucket.run(whole)
+    sana_pipe.stages.bucket.run(whole)
     snapshot = Cache(whole.cache).open_snapshot()
     encoding, vae = snapshot.encoding(LatentEncoding), encoders.vae_at(each / "vae")
     assert {(b.height, b.width): b.samples for b in snapshot.buckets} == {(48, 80): 2, (64, 64): 2, (80, 48): 2}
@@ -292,8 +292,8 @@ def test_latents_in_int8_are_near_those_in_bf16(
     taken = []
     for storage in ("bf16", "int8"):
         config = make_config(tmp_path / storage, f"vae.id={folder}", *SIDES, f"encode.storage.latent={storage}")
-        stages.encode.run(config, data=str(pictures))
-        stages.bucket.run(config)
+        sana_pipe.stages.encode.run(config, data=str(pictures))
+        sana_pipe.stages.bucket.run(config)
         snapshot = Cache(config.cache).open_snapshot()
         taken.append(
             {

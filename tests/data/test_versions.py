@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from packaging.requirements import Requirement
 
-from pipeline.data.cache.arrow import WRITER, fix_writer, parquet_batches, write_parquet
-from pipeline.data.cache.cache import Cache
+from sana_pipe.data.cache.arrow import WRITER, fix_writer, parquet_batches, write_parquet
+from sana_pipe.data.cache.cache import Cache
 
 DATA = Path(__file__).parents[1] / "files"
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-import stages.bucket
-from pipeline.base.errors import IntegrityError
-from pipeline.cli import main
-from pipeline.config import dump
-from pipeline.data.cache import index
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.layout import Paths
+import sana_pipe.stages.bucket
+from sana_pipe.base.errors import IntegrityError
+from sana_pipe.cli import main
+from sana_pipe.config import dump
+from sana_pipe.data.cache import index
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.layout import Paths
 from tests.support import synthetic
 from tests.support.damage import flip
 from tests.support.packed import pack
@@ -34,10 +34,10 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "sana-pipe.yaml").write_text(dump(of).replace(str(root / "cache"), "cache"))
     pictures = [synthetic.Picture(f"{n}.png", f"p{n}", meta={"score": n % 4}) for n in range(12)]
     cache = synthetic.add(of, "one", pictures)
-    stages.bucket.run(synthetic.config(root / "cache", *SETTINGS), name="old")
+    sana_pipe.stages.bucket.run(synthetic.config(root / "cache", *SETTINGS), name="old")
     pack(cache, name="packed")
     synthetic.add(of, "one", [*pictures, *synthetic.pictures(3, "new-")])
-    stages.bucket.run(of)
+    sana_pipe.stages.bucket.run(of)
     return root
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-import stages.status
-import stages.verify
-from pipeline.base.errors import AwayError, CacheError, IntegrityError
-from pipeline.config import Config, load
-from pipeline.data.cache import object_store
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.config import MirrorConfig
-from pipeline.data.cache.object_store import ObjectStore
+import sana_pipe.stages.status
+import sana_pipe.stages.verify
+from sana_pipe.base.errors import AwayError, CacheError, IntegrityError
+from sana_pipe.config import Config, load
+from sana_pipe.data.cache import object_store
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.config import MirrorConfig
+from sana_pipe.data.cache.object_store import ObjectStore
 from tests.support import tiny_cache
 from tests.support.consumed import loader, sequence
 from tests.support.damage import flip
@@ -69,7 +69,7 @@ def test_verify_and_status(
 ) -> None:
     monkeypatch.setattr(object_store, "PIECE", 5000)  # a server that knows ranges would be asked for these
     cache, url = served
-    assert stages.status.run(configured(url, tmp_path)) == 0
+    assert sana_pipe.stages.status.run(configured(url, tmp_path)) == 0
     assert "(packed)" in capsys.readouterr().out
     packed = cache.open_snapshot()
     path, sample = (
@@ -78,7 +78,7 @@ def test_verify_and_status(
     )
     flip(cache.root / path, sample.pictures["latent"].offset)
     capsys.readouterr()
-    assert stages.verify.run(configured(url, tmp_path)) == IntegrityError.exit_code
+    assert sana_pipe.stages.verify.run(configured(url, tmp_path)) == IntegrityError.exit_code
     assert (
         f"{url}/{path}: 1 records are damaged\n  record {sample.pictures['latent'].key.hex()}"
         in capsys.readouterr().out

@@ -17,13 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-import stages.encode
-import stages.init
-from pipeline.base.errors import UserError
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.encoding import scan as scanning
-from pipeline.data.sources.source import Place
+import sana_pipe.stages.encode
+import sana_pipe.stages.init
+from sana_pipe.base.errors import UserError
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.encoding import scan as scanning
+from sana_pipe.data.sources.source import Place
 from tests.support.http_server import serve
 from tests.support.messages import naming
 from tests.support.source_files import listed, make_tar, opened
@@ -95,9 +95,11 @@ def test_the_command_fetches_what_a_table_names(tmp_path: Path, form: str) -> No
 def test_each_command_that_scans_refuses(make_config: MakeConfig, tmp_path: Path, command_of: str) -> None:
     data, config = write(tmp_path / "web.parquet", URLS), make_config(tmp_path)
     runs: dict[str, Callable[[], object]] = {
-        "encode": lambda: stages.encode.run(config, data=str(data)),
-        "dry run": lambda: stages.encode.dry_run(config, data=str(data), probe=False),
-        "init": lambda: stages.init.run([str(data)], stages.init.Options(gpu="4090", out=tmp_path / "made.yaml")),
+        "encode": lambda: sana_pipe.stages.encode.run(config, data=str(data)),
+        "dry run": lambda: sana_pipe.stages.encode.dry_run(config, data=str(data), probe=False),
+        "init": lambda: sana_pipe.stages.init.run(
+            [str(data)], sana_pipe.stages.init.Options(gpu="4090", out=tmp_path / "made.yaml")
+        ),
     }
     with pytest.raises(UserError, match=naming(data)) as caught:
         runs[command_of]()
@@ -193,7 +195,7 @@ def test_tars_of_img2dataset_are_read(make_config: MakeConfig, tmp_path: Path) -
     make_tar(tmp_path / "tars" / "00000.tar", sorted(members))
     write(tmp_path / "tars" / "00000.parquet", URLS, text="caption")
     (tmp_path / "tars" / "00000_stats.json").write_text("{}")
-    done = stages.encode.run(make_config(tmp_path), data=str(tmp_path / "tars"))
+    done = sana_pipe.stages.encode.run(make_config(tmp_path), data=str(tmp_path / "tars"))
     assert (done["images"], done["rejects"]) == (COUNT, 0)
 
 
@@ -225,12 +227,12 @@ def test_objects_of_a_store_are_read_as_files_are(
     data = write(tmp_path / table, [*names, f"{s3_bucket}/seen/none.png", "here.png"])
     config = make_config(tmp_path)
     assert opened(data).is_remote
-    done = stages.encode.run(config, data=str(data))
+    done = sana_pipe.stages.encode.run(config, data=str(data))
     assert (done["images"], done["rejects"]) == (COUNT + 1, 1)
     assert ["does not exist" in row["reject"] for row in rows_of(config, "t") if row["reject"]] == [True]
-    assert stages.encode.run(config, data=str(data))["images"] == 0
+    assert sana_pipe.stages.encode.run(config, data=str(data))["images"] == 0
     store.pipe_file(names[1], picture(99))
-    assert stages.encode.run(config, data=str(data))["images"] == 1, "a changed object"
+    assert sana_pipe.stages.encode.run(config, data=str(data))["images"] == 1, "a changed object"
     source = scanning.reopen(Cache(config.cache), "t", config.data)
     [row] = [row for row in rows_of(config, "t") if str(row["where"] or row["item"]).endswith("/1.png")]
     assert source.read(Place(row["item"], row["part"], row["where"])) == picture(99)

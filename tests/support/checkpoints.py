@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from pipeline.train.models.spec import ModelSpec
-from pipeline.train.training.checkpoint import ModelTensors
+from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.training.checkpoint import ModelTensors
 
 
 def load_model_state(folder: str | Path, *, ema: bool = False) -> tuple[ModelSpec, dict[str, Tensor]]:

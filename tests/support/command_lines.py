@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli import main
+from sana_pipe.cli import main
 
 STAGES = (
     *("bucket", "check", "demo", "encode", "export", "forget", "gc", "pack", "sample", "snapshots", "status"),
@@ -31,22 +31,22 @@ def dry_run(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> tuple[int, lis
     Returns:
         The exit code, and (stage.function, its keyword arguments) of every call.
     """
+    import sana_pipe.stages
+
     calls: list[tuple[str, dict[str, Any]]] = []
 
     def function(name: str) -> Callable[..., int]:
         return lambda *args, **kwargs: calls.append((name, kwargs)) or 0  # type: ignore[func-returns-value]
 
-    import stages
-
     with monkeypatch.context() as patch:
         for stage in STAGES:
-            empty = types.ModuleType(f"stages.{stage}")
+            empty = types.ModuleType(f"sana_pipe.stages.{stage}")
             for name in ("run", "again", "dry_run", "encode", "diff", "name", "show", "run_prompts", "watch"):
                 setattr(empty, name, function(f"{stage}.{name}"))
             empty.check_name = lambda name: None  # type: ignore[attr-defined]
             empty.Options = dict  # type: ignore[attr-defined]
             patch.setitem(sys.modules, empty.__name__, empty)
-            patch.setattr(stages, stage, empty, raising=False)
+            patch.setattr(sana_pipe.stages, stage, empty, raising=False)
         with pytest.raises(SystemExit) as ended:
             main(words)
     return int(ended.value.code or 0), calls

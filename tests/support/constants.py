@@ -1,6 +1,6 @@
 """Other values for named constants of the product, in this process and in those that it starts.
 
-A test that needs a small unit calls `set_constants(monkeypatch, {"pipeline.data.work.claims.GRACE_S": 1})`.
+A test that needs a small unit calls `set_constants(monkeypatch, {"sana_pipe.data.work.claims.GRACE_S": 1})`.
 Children read the values from their environment: `forked.Forked` after its fork, other interpreters in
 `site/sitecustomize.py`, as soon as the module is imported. In this process only the module itself reads the new value:
 a module that has imported the constant by name keeps the old one.
@@ -42,7 +42,7 @@ def constants(values: Mapping[str, Any]) -> Iterator[None]:
 def unit_sizes(images: int, captions: int, **others: Any) -> dict[str, Any]:
     """The constants of `encode` for units of so many records. others: of `encoding.plan`."""
     sizes = {"UNIT_IMAGES": images, "UNIT_CAPTIONS": captions, **others}
-    return {f"pipeline.data.encoding.plan.{name}": value for name, value in sizes.items()}
+    return {f"sana_pipe.data.encoding.plan.{name}": value for name, value in sizes.items()}
 
 
 def with_site(path: str) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import xxhash
 
-from pipeline.data.cache.cache import Cache
-from pipeline.data.loader.loader import Batch, Loader, LoaderSettings, unpack
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.loader.loader import Batch, Loader, LoaderSettings, unpack
 
 
 def loader(cache: Cache, **options: Any) -> Loader:

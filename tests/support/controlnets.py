@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.adapters import Merged, adapter_of
-from pipeline.train.models.adapters.controlnet import PREFIX, ControlNet
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.sana_files import save_weights
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.adapters import Merged, adapter_of
+from sana_pipe.train.models.adapters.controlnet import PREFIX, ControlNet
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_files import save_weights
 from tests.support.tiny_sana import TINY, make
 
 BASE = replace(TINY, num_layers=4)

@@ -11,15 +11,15 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from pipeline.config import Config
-from pipeline.data.cache.prompts import PromptSet
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.tools.reporting import draw_latents
-from pipeline.tools.reporting.run_pictures import DECODED, Drawing
-from pipeline.train.models.adapters import Adapter
-from pipeline.train.models.sampler import Sampling
-from pipeline.train.models.spec import ModelSpec
+from sana_pipe.config import Config
+from sana_pipe.data.cache.prompts import PromptSet
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.tools.reporting import draw_latents
+from sana_pipe.tools.reporting.run_pictures import DECODED, Drawing
+from sana_pipe.train.models.adapters import Adapter
+from sana_pipe.train.models.sampler import Sampling
+from sana_pipe.train.models.spec import ModelSpec
 
 PROMPTS = ("a red cube", "a lighthouse at sea")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipeline.data.cache import index, layout
-from pipeline.data.cache.cache import Cache, Unit, WorkList
-from pipeline.data.work.engine import Work
+from sana_pipe.data.cache import index, layout
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.data.work.engine import Work
 
 ENCODING = "latent-0123456789abcdef0123456789abcdef"
 

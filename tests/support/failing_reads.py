@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.sources.filesystem import BoundedReader, LocalFilesystem
+from sana_pipe.data.sources.filesystem import BoundedReader, LocalFilesystem
 
 
 def fail_reads(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int = 0, times: int = 1) -> None:

@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pipeline.train.training import lock
+from sana_pipe.train.training import lock
 
 ELSEWHERE = lock.Owner("07e4", "node7", 4711, {"machine": "node7", "process": "4711", "started": "1"}, 0, None, 0)
 

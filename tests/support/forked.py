@@ -23,8 +23,8 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
-from pipeline import cli
-from pipeline.base import processes
+from sana_pipe import cli
+from sana_pipe.base import processes
 from tests.support import constants
 
 _SERVER = multiprocessing.get_context("forkserver")

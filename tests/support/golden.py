@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import stages.bucket
-import stages.pack
-from pipeline.base.launch import Launch
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.loader.loader import Loader
-from pipeline.data.snapshots import making
-from pipeline.train.training import metrics
-from pipeline.train.training.trainer import fit
+import sana_pipe.stages.bucket
+import sana_pipe.stages.pack
+from sana_pipe.base.launch import Launch
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.loader.loader import Loader
+from sana_pipe.data.snapshots import making
+from sana_pipe.train.training import metrics
+from sana_pipe.train.training.trainer import fit
 from tests.support import synthetic
 from tests.support.loading import loader_settings
 from tests.support.trees import unpack
@@ -87,8 +87,10 @@ def record() -> None:
         shutil.rmtree(folder / "cache")
         synthetic.add(config(folder), "photos", synthetic.pictures(60))
         synthetic.add(config(folder), "more", synthetic.pictures(30, "more"))
-        made = {name: stages.bucket.run(config(folder, *options), name=name) for name, options in SETTINGS.items()}
-        made["packed"] = str(stages.pack.run(config(folder, "bucket.pack_mib=1"), "plain", "packed"))
+        made = {
+            name: sana_pipe.stages.bucket.run(config(folder, *options), name=name) for name, options in SETTINGS.items()
+        }
+        made["packed"] = str(sana_pipe.stages.pack.run(config(folder, "bucket.pack_mib=1"), "plain", "packed"))
         orders = {name: batch_digests(folder / "cache", name) for name in made}
         assert all(orders[name] == figures["orders"][name] for name in SETTINGS), "another order"
         figures |= {"snapshots": made, "orders": orders}

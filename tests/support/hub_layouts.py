@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_config import SanaConfig
 
 SMALL = SanaConfig(
     in_channels=16,

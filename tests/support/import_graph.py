@@ -7,9 +7,16 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.support.package_links import FOLDERS
+
 
 def module_name(path: Path, root: Path) -> str:
+    """The name under which a file of the checkout `root` is imported: pipeline/ is the package sana_pipe."""
     parts = path.relative_to(root).with_suffix("").parts
+    if parts[0] == "pipeline":
+        parts = ("sana_pipe", *parts[1:])
+    elif parts[0] in FOLDERS:
+        parts = ("sana_pipe", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

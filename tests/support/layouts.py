@@ -23,9 +23,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from pipeline.base.errors import UserError
-from pipeline.config import Config, load
-from stages import init
+from sana_pipe.base.errors import UserError
+from sana_pipe.config import Config, load
+from sana_pipe.stages import init
 
 PAGE = Path(__file__).parents[2] / "docs/encoding.md"
 BEGIN, END = "<!-- layouts: python -m tests.support.layouts -->", "<!-- end of layouts -->"

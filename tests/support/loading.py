@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.data.loader.loader import LoaderSettings
+from sana_pipe.data.loader.loader import LoaderSettings
 
 
 def loader_settings(**options: Any) -> LoaderSettings:

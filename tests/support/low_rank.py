@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipeline.base.layer_classes import LayerMixin, add_mixin
-from pipeline.train.models.adapters import Adapter, Merged
-from pipeline.train.models.config import FlowConfig
-from pipeline.train.models.spec import ModelSpec, Values
-from pipeline.train.parallel.microbatch import Outputs
-from pipeline.train.training.objectives.flow import Flow
+from sana_pipe.base.layer_classes import LayerMixin, add_mixin
+from sana_pipe.train.models.adapters import Adapter, Merged
+from sana_pipe.train.models.config import FlowConfig
+from sana_pipe.train.models.spec import ModelSpec, Values
+from sana_pipe.train.parallel.microbatch import Outputs
+from sana_pipe.train.training.objectives.flow import Flow
 
 LAYER = "transformer_blocks.1.attn2.to_q"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.data.cache import arrow, cache, connections, index, keys, scratch, snapshot, snapshot_lists
-from pipeline.data.encoding import scan_rows
-from pipeline.data.snapshots import frames
-from pipeline.data.sources import folder
+from sana_pipe.data.cache import arrow, cache, connections, index, keys, scratch, snapshot, snapshot_lists
+from sana_pipe.data.encoding import scan_rows
+from sana_pipe.data.snapshots import frames
+from sana_pipe.data.sources import folder
 
 
 def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:

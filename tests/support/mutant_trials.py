@@ -80,7 +80,7 @@ class Trials:
         return True
 
     def _result(self, mutant: str) -> list[object]:
-        function = mutant.rpartition("__mutmut_")[0]
+        function = _imported(mutant).rpartition("__mutmut_")[0]
         made = {fixture for fixture, reached in self.fixtures.items() if function in reached}
         reaching = {name for name, test in self.tests.items() if function in test.reached}
         result: list[object] = ["unreached", 0, 0.0]
@@ -125,12 +125,18 @@ class Trials:
         resource.setrlimit(resource.RLIMIT_CPU, (int(_cpu() + limit),) * 2)
         if own_fixtures:
             _make_folders_in_one_place()
-        trampoline.set_mutant_under_test(mutant)
+        trampoline.set_mutant_under_test(_imported(mutant))
         start = _cpu()
         for name in self._run(names):
             if self.failed:
                 return ["killed", name, round(_cpu() - start, 2)]
         return ["alive", len(names), round(_cpu() - start, 2)]
+
+
+def _imported(mutant: str) -> str:
+    """The mutant's name by the module that is imported; mutmut names it by the file."""
+    top = mutant.partition(".")[0]
+    return mutant.replace(top, "sana_pipe" if top == "pipeline" else f"sana_pipe.{top}", 1)
 
 
 class _Test:

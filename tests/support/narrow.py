@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config import Config
-from pipeline.data.encoders.text_kind import max_length
-from pipeline.tools.planning import auto
-from pipeline.tools.planning.predict import Data, Machine
-from pipeline.tools.planning.search import Search
-from pipeline.tools.planning.trace import Shape
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.parallel.mesh import Layout
+from sana_pipe.config import Config
+from sana_pipe.data.encoders.text_kind import max_length
+from sana_pipe.tools.planning import auto
+from sana_pipe.tools.planning.predict import Data, Machine
+from sana_pipe.tools.planning.search import Search
+from sana_pipe.tools.planning.trace import Shape
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.parallel.mesh import Layout
 
 NARROW = SanaConfig(
     num_layers=3,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.snapshots import packing
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.snapshots import packing
 
 
 def pack(cache: Cache, block: int = 4, window: int = 2, name: str | None = None) -> Snapshot:

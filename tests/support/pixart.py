@@ -14,8 +14,8 @@ from diffusers.models.embeddings import get_2d_sincos_pos_embed
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.spec import ModelSpec, Values
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.spec import ModelSpec, Values
 
 CLASS = "PixArtTransformer2DModel"
 

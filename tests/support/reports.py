@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.tools.locations import cache_location
-from pipeline.tools.reporting import figures
-from pipeline.tools.reporting.json_values import json_values
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.tools.locations import cache_location
+from sana_pipe.tools.reporting import figures
+from sana_pipe.tools.reporting.json_values import json_values
 
 
 def collect(config: Config, **which: Any) -> tuple[Any, Cache | None, Snapshot | None]:

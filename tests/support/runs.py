@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.base.launch import Launch
-from pipeline.config import Config
-from pipeline.train.models.config import ModelConfig
-from pipeline.train.training import build, checkpoint
-from pipeline.train.training.task import Report
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.launch import Launch
+from sana_pipe.config import Config
+from sana_pipe.train.models.config import ModelConfig
+from sana_pipe.train.training import build, checkpoint
+from sana_pipe.train.training.task import Report
+from sana_pipe.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.workers import tiny_run
 

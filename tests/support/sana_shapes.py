@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_config import SanaConfig
 
 SMALL = SanaConfig(
     num_layers=28,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.saved_bytes import saved_bytes
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.parallel import activation_checkpoint
-from pipeline.train.parallel.activation_checkpoint import ManagedActivations, apply_activation_checkpointing
-from pipeline.train.parallel.saved_tensors import Compressor
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.parallel import activation_checkpoint
+from sana_pipe.train.parallel.activation_checkpoint import ManagedActivations, apply_activation_checkpointing
+from sana_pipe.train.parallel.saved_tensors import Compressor
 from tests.support.workers import tiny_run
 
 SHAPE = SanaConfig(

@@ -7,7 +7,7 @@ from fractions import Fraction
 import xxhash
 from hypothesis import strategies as st
 
-from pipeline.data.loader.schedule import Schedule
+from sana_pipe.data.loader.schedule import Schedule
 
 
 def walk(schedule: Schedule, steps: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:

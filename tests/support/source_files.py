@@ -8,9 +8,9 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.detect import open_source
-from pipeline.data.sources.source import Fragment, Item, ListedItems, Part, Source
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.detect import open_source
+from sana_pipe.data.sources.source import Fragment, Item, ListedItems, Part, Source
 
 Rows = list[tuple[str, bytes | str | dict[str, Any]]]
 

@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.config import Config, load
-from pipeline.data.cache import index, layout, shard
-from pipeline.data.cache.cache import Cache, Unit
-from pipeline.data.cache.encodings import Encoding
-from pipeline.data.cache.scan_table import SCAN
-from pipeline.data.encoders.text_kind import max_length
-from pipeline.data.images import buckets
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.sources import caption_rules as captions
-from pipeline.tools.locations import cache_location
+from sana_pipe.config import Config, load
+from sana_pipe.data.cache import index, layout, shard
+from sana_pipe.data.cache.cache import Cache, Unit
+from sana_pipe.data.cache.encodings import Encoding
+from sana_pipe.data.cache.scan_table import SCAN
+from sana_pipe.data.encoders.text_kind import max_length
+from sana_pipe.data.images import buckets
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.sources import caption_rules as captions
+from sana_pipe.tools.locations import cache_location
 
 LATENT = LatentEncoding(weights="w", compression=8, channels=4, decoder="pillow-srgb-1")
 TABLE = [(16, 32), (16, 24), (24, 24), (24, 16), (32, 16)]

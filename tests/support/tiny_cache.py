@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.data.cache import index, layout, shard, snapshot_samples
-from pipeline.data.cache.cache import Cache, Unit
-from pipeline.data.cache.snapshot_head import Bucket, Head, Policies, TextPlace
-from pipeline.data.cache.snapshot_lists import ChunkTable, ShardTable
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
+from sana_pipe.data.cache import index, layout, shard, snapshot_samples
+from sana_pipe.data.cache.cache import Cache, Unit
+from sana_pipe.data.cache.snapshot_head import Bucket, Head, Policies, TextPlace
+from sana_pipe.data.cache.snapshot_lists import ChunkTable, ShardTable
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
 
 SIZES = {(16, 16): 30, (16, 24): 26, (24, 16): 7}
 BATCH = 24

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from pipeline.base.hub import no_progress_bars
-from pipeline.data.sources.caption_rules import INSTRUCTIONS
-from pipeline.tools.demo import small_models
-from pipeline.train.models.sampler import scheduler
+from sana_pipe.base.hub import no_progress_bars
+from sana_pipe.data.sources.caption_rules import INSTRUCTIONS
+from sana_pipe.tools.demo import small_models
+from sana_pipe.train.models.sampler import scheduler
 
 CAPTIONS = (
     "a red circle on a white table",

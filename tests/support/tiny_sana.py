@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.sana_files import WeightFiles
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_files import WeightFiles
 
 TINY = SanaConfig(
     in_channels=4,

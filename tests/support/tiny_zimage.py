@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.train.models.zimage_config import ZImageConfig
+from sana_pipe.train.models.zimage_config import ZImageConfig
 
 TINY = ZImageConfig(
     in_channels=4,

@@ -6,9 +6,9 @@ import re
 import zipfile
 from collections.abc import Iterable, Iterator
 
-from pipeline.data.sources.caption_columns import PictureCaptions
-from pipeline.data.sources.filenames import EXTENSIONS, extension, stem
-from pipeline.data.sources.source import FilesSource, Format, Given, Item, Place, Reject, Source
+from sana_pipe.data.sources.caption_columns import PictureCaptions
+from sana_pipe.data.sources.filenames import EXTENSIONS, extension, stem
+from sana_pipe.data.sources.source import FilesSource, Format, Given, Item, Place, Reject, Source
 
 
 class ZipSource(FilesSource):

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.launch import Launch
-from pipeline.tools.reporting.adapter_figures import AdapterFigures, AdapterProblem, adapter_figures
-from pipeline.tools.reporting.figures import Figures
-from pipeline.tools.reporting.run_figures import run_figures
-from pipeline.tools.reporting.sections import SECTIONS
-from pipeline.train.models.adapters import Merged, adapter_from
-from pipeline.train.training import checkpoint
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.launch import Launch
+from sana_pipe.tools.reporting.adapter_figures import AdapterFigures, AdapterProblem, adapter_figures
+from sana_pipe.tools.reporting.figures import Figures
+from sana_pipe.tools.reporting.run_figures import run_figures
+from sana_pipe.tools.reporting.sections import SECTIONS
+from sana_pipe.train.models.adapters import Merged, adapter_from
+from sana_pipe.train.training import checkpoint
+from sana_pipe.train.training.trainer import fit
 from tests.support.workers import tiny_run
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.base.processes import command
-from pipeline.config import load
-from pipeline.tools.demo import small_models
-from pipeline.train.training import metrics
-from stages import demo
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.processes import command
+from sana_pipe.config import load
+from sana_pipe.stages import demo
+from sana_pipe.tools.demo import small_models
+from sana_pipe.train.training import metrics
 from tests.support.messages import naming
 
 

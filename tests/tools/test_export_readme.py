@@ -12,13 +12,13 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from pipeline.config import load
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.tools.reporting.export_readme import copy_pictures, readme
-from pipeline.tools.reporting.run_pictures import DECODED
-from pipeline.train.models.adapters.lora import LoRA
-from pipeline.train.training.checkpoint import Document
-from stages.export import described, first_drawing
+from sana_pipe.config import load
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.stages.export import described, first_drawing
+from sana_pipe.tools.reporting.export_readme import copy_pictures, readme
+from sana_pipe.tools.reporting.run_pictures import DECODED
+from sana_pipe.train.models.adapters.lora import LoRA
+from sana_pipe.train.training.checkpoint import Document
 from tests.support.drawings import draw, paint
 from tests.support.hub_layouts import SMALL
 

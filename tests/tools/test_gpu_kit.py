@@ -23,9 +23,9 @@ from benchmarks.gpu import steps
 from benchmarks.gpu.__main__ import headline, measured
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.sizes import Sizes
-from pipeline.base.launch import Launch
-from pipeline.train.parallel import mesh
-from pipeline.train.parallel.parallelize import parallelize
+from sana_pipe.base.launch import Launch
+from sana_pipe.train.parallel import mesh
+from sana_pipe.train.parallel.parallelize import parallelize
 from tests.support.workers import tiny_run
 from tests.support.workers.memory_modes import whole
 
@@ -76,7 +76,7 @@ COMPILED = {json.dumps(row.given["train"]): row for row in kit.ROWS if row.given
 @pytest.mark.parametrize("row", COMPILED.values(), ids=lambda row: row.name)
 def test_rows_that_compile_trace_their_graphs(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which the dry run leaves out, since each takes seconds."""
-    monkeypatch.setattr("pipeline.train.parallel.parallelize.COMPILE_BACKEND", "eager")
+    monkeypatch.setattr("sana_pipe.train.parallel.parallelize.COMPILE_BACKEND", "eager")
     assert row.given["train"]["compile"] == "block"
     torch._dynamo.utils.counters.clear()
     _, _, name = row.call.partition(":")

@@ -21,18 +21,18 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from pipeline.base.disk import replacing
-from pipeline.base.errors import NO_SPACE, NoSpaceError, PeerError, ResourceError, UserError, shown, writing
-from pipeline.base.launch import Launch
-from pipeline.data.loader.quarantine import Quarantine, UnreadableRecord
-from pipeline.tools.planning import expectation
-from pipeline.tools.planning.predict import Data
-from pipeline.tools.reporting import encoder_process, page
-from pipeline.train.models.sana_files import save_nvlabs, save_weights
-from pipeline.train.parallel import collectives
-from pipeline.train.training import checkpoint, lock, metrics
-from pipeline.train.training.memory import memory_errors
-from pipeline.train.training.metadata_reader import read_metadata
+from sana_pipe.base.disk import replacing
+from sana_pipe.base.errors import NO_SPACE, NoSpaceError, PeerError, ResourceError, UserError, shown, writing
+from sana_pipe.base.launch import Launch
+from sana_pipe.data.loader.quarantine import Quarantine, UnreadableRecord
+from sana_pipe.tools.planning import expectation
+from sana_pipe.tools.planning.predict import Data
+from sana_pipe.tools.reporting import encoder_process, page
+from sana_pipe.train.models.sana_files import save_nvlabs, save_weights
+from sana_pipe.train.parallel import collectives
+from sana_pipe.train.training import checkpoint, lock, metrics
+from sana_pipe.train.training.memory import memory_errors
+from sana_pipe.train.training.metadata_reader import read_metadata
 from tests.support.messages import naming
 from tests.support.runs import fit_tiny
 from tests.support.tiny_sana import TINY, make

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.base.errors import UserError
-from pipeline.config import Config, load
-from pipeline.tools import outputs
-from pipeline.tools.reporting import page
+from sana_pipe.base.errors import UserError
+from sana_pipe.config import Config, load
+from sana_pipe.tools import outputs
+from sana_pipe.tools.reporting import page
 
 
 def configured(folder: Path, *settings: str) -> Config:

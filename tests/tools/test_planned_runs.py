@@ -14,26 +14,26 @@ import pytest
 import torch
 import yaml
 
-import stages.encode
-import stages.plan
-import stages.train
+import sana_pipe.stages.encode
+import sana_pipe.stages.plan
+import sana_pipe.stages.train
 from benchmarks.real_step import RealStep
-from pipeline.base import gpus
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.base.hub import ModelError
-from pipeline.base.launch import Launch
-from pipeline.base.options import flat
-from pipeline.cli import main
-from pipeline.config import Config, load
-from pipeline.tools.planning import auto, expectation, predict, search
-from pipeline.tools.planning.expectation import Expectation
-from pipeline.tools.planning.predict import Data, Machine
-from pipeline.tools.planning.recorder import Recorder
-from pipeline.tools.planning.trace import CUSTOM, trace, watch_updates
-from pipeline.train.config import TrainConfig
-from pipeline.train.parallel.config import ParallelConfig
-from pipeline.train.parallel.mesh import open_mesh
-from pipeline.train.training import checkpoint, metrics
+from sana_pipe.base import gpus
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.base.hub import ModelError
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.options import flat
+from sana_pipe.cli import main
+from sana_pipe.config import Config, load
+from sana_pipe.tools.planning import auto, expectation, predict, search
+from sana_pipe.tools.planning.expectation import Expectation
+from sana_pipe.tools.planning.predict import Data, Machine
+from sana_pipe.tools.planning.recorder import Recorder
+from sana_pipe.tools.planning.trace import CUSTOM, trace, watch_updates
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.parallel.config import ParallelConfig
+from sana_pipe.train.parallel.mesh import open_mesh
+from sana_pipe.train.training import checkpoint, metrics
 from tests.support.messages import naming
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE, decide
 from tests.support.workers import tiny_run
@@ -58,7 +58,7 @@ def settings(words: list[str], *more: str) -> Config:
 
 def train(config: Config, **options: Any) -> list[str]:
     printed: list[str] = []
-    stages.train.run(config, log=printed.append, **options)
+    sana_pipe.stages.train.run(config, log=printed.append, **options)
     return printed
 
 
@@ -243,7 +243,7 @@ def test_plan_predicts_no_bf16_for_a_card_without_it(card: str, runs_in: str, fi
     sets = ["train.precision=bf16", "model.weights.id=./none", "model.arch=null", f"model.weights.runs_in={runs_in}"]
     config = load("sana_1600m_1024", sets)
     with pytest.raises(UserError, match=fix):
-        stages.plan.run(config, stages.plan.Options(gpu=card))
+        sana_pipe.stages.plan.run(config, sana_pipe.stages.plan.Options(gpu=card))
     predict.check_precision("fp32", config.supports, auto.named(card, None, 1))
 
 
@@ -472,7 +472,7 @@ def test_two_processes_decide_alike(words: list[str], tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     sets = [part for setting in AUTO for part in ("--set", setting)]
     done = subprocess.run(
-        [*launch, "-m", "pipeline.cli", "train", *words, *sets],
+        [*launch, "-m", "sana_pipe.cli", "train", *words, *sets],
         env=tiny_run.environ(),
         capture_output=True,
         text=True,

@@ -14,24 +14,24 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.real_step import made_up_batch
-from pipeline.base import gpus
-from pipeline.base.amounts import figure
-from pipeline.base.errors import UserError
-from pipeline.cli import main
-from pipeline.config import SHIPPED, load
-from pipeline.tools.planning import auto, extent, predict, search
-from pipeline.tools.planning.cost import LINK, Time
-from pipeline.tools.planning.predict import Data, Machine
-from pipeline.tools.planning.prediction_lines import time_lines
-from pipeline.tools.planning.recorder import Recorder
-from pipeline.tools.planning.trace import Shape, Traced, block_numbers, trace
-from pipeline.train.config import TrainConfig
-from pipeline.train.kernels.backend import SCRATCH
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.parallel import activation_checkpoint
-from pipeline.train.parallel.mesh import Layout
-from stages import plan
+from sana_pipe.base import gpus
+from sana_pipe.base.amounts import figure
+from sana_pipe.base.errors import UserError
+from sana_pipe.cli import main
+from sana_pipe.config import SHIPPED, load
+from sana_pipe.stages import plan
+from sana_pipe.tools.planning import auto, extent, predict, search
+from sana_pipe.tools.planning.cost import LINK, Time
+from sana_pipe.tools.planning.predict import Data, Machine
+from sana_pipe.tools.planning.prediction_lines import time_lines
+from sana_pipe.tools.planning.recorder import Recorder
+from sana_pipe.tools.planning.trace import Shape, Traced, block_numbers, trace
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.kernels.backend import SCRATCH
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.parallel import activation_checkpoint
+from sana_pipe.train.parallel.mesh import Layout
 from tests.support.forked import Forked, succeed
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE, data_of, decide
 from tests.support.sana_shapes import SHAPES
@@ -45,15 +45,15 @@ def traced(train: dict[str, Any], layout: Layout = ALONE, shape: Shape = SHAPE, 
 def real_peak(train: TrainConfig, architecture: SanaConfig, shape: Shape) -> int:
     """Peak bytes of real CPU steps after the first: allocations and frees as torch's profiler records them, and what
     lasts."""
-    from pipeline.base.launch import detect
-    from pipeline.train.models.adapters import adapter_of
-    from pipeline.train.models.sana import SanaTransformer
-    from pipeline.train.models.sana_config import numerics
-    from pipeline.train.parallel.mesh import open_mesh
-    from pipeline.train.parallel.parallelize import parallelize
-    from pipeline.train.training import optimizers
-    from pipeline.train.training.assemble import objective_of
-    from pipeline.train.training.step import TrainStep
+    from sana_pipe.base.launch import detect
+    from sana_pipe.train.models.adapters import adapter_of
+    from sana_pipe.train.models.sana import SanaTransformer
+    from sana_pipe.train.models.sana_config import numerics
+    from sana_pipe.train.parallel.mesh import open_mesh
+    from sana_pipe.train.parallel.parallelize import parallelize
+    from sana_pipe.train.training import optimizers
+    from sana_pipe.train.training.assemble import objective_of
+    from sana_pipe.train.training.step import TrainStep
 
     device, objective = torch.device("cpu"), objective_of(train)
     with open_mesh(detect(), train.parallel, device) as mesh:
@@ -136,7 +136,7 @@ def test_checkpointing_that_is_claimed_but_not_applied_shows(monkeypatch: pytest
 
 def test_a_forgotten_buffer_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     train = TrainConfig.model_validate({**COMPUTE, "precision": "fp32"})
-    from pipeline.train.training.step import TrainStep
+    from sana_pipe.train.training.step import TrainStep
 
     before = of_fp32()
     prepare = TrainStep.prepare

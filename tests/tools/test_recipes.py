@@ -13,14 +13,14 @@ import pytest
 import yaml
 from PIL import Image
 
-from pipeline.base.errors import UserError
-from pipeline.base.options import flat, put, value_at
-from pipeline.base.yaml_text import edited, from_yaml
-from pipeline.config import SHIPPED, load, load_given
-from pipeline.tools.planning import recommend
-from pipeline.tools.planning.recommend import FULL, LORA, SCRATCH, Facts
-from stages import init
-from stages.init import Options
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.options import flat, put, value_at
+from sana_pipe.base.yaml_text import edited, from_yaml
+from sana_pipe.config import SHIPPED, load, load_given
+from sana_pipe.stages import init
+from sana_pipe.stages.init import Options
+from sana_pipe.tools.planning import recommend
+from sana_pipe.tools.planning.recommend import FULL, LORA, SCRATCH, Facts
 from tests.support.command_lines import dry_run
 from tests.support.messages import naming
 
@@ -186,7 +186,7 @@ def test_what_is_written_fits(name: str, tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_written_trains(name: str, small_cache_copy: Path, tmp_path: Path, unplanned: None) -> None:
     """A small model trains a step with everything that the file says."""
-    import stages.train
+    import sana_pipe.stages.train
 
     path, _ = written(name, tmp_path)
     small = load("tiny").model.arch
@@ -195,7 +195,7 @@ def test_what_is_written_trains(name: str, small_cache_copy: Path, tmp_path: Pat
     run = [f"cache={small_cache_copy}", f"train.output={tmp_path / 'run'}", "train.steps=1", "train.device=cpu"]
     run += ["train.validation=null", "train.pictures=null"]
     config = load(path, ["model.weights=null", arch, *run])
-    assert stages.train.run(config, log=lambda line: None).step == 1
+    assert sana_pipe.stages.train.run(config, log=lambda line: None).step == 1
 
 
 def test_the_file_answers_the_commands(tmp_path: Path, unplanned: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +402,7 @@ def test_each_row_of_the_memory_table_fits(row: recommend.Memory, gpus: int, tmp
     """By the prediction, on a card with just so much memory, and on four with as much together where that is more."""
     from click.testing import CliRunner
 
-    from pipeline.cli import cli
+    from sana_pipe.cli import cli
 
     size = (1024, 1024) if row.resolution == 1024 else (512, 512)
     source = folder(tmp_path / "pictures", 40, size=size)

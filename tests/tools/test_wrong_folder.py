@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from pipeline import cli
-from pipeline.config import DEFAULT_NAME, SHIPPED
-from pipeline.tools.reporting.plots import LABEL, LETTER, WIDTH, bar_plot
+from sana_pipe import cli
+from sana_pipe.config import DEFAULT_NAME, SHIPPED
+from sana_pipe.tools.reporting.plots import LABEL, LETTER, WIDTH, bar_plot
 
 
 def failed(*arguments: str) -> None:
@@ -62,10 +62,10 @@ def test_a_command_that_succeeds_with_the_shipped_default_says_so_once(
     (below.parent / "sana-pipe.yaml").write_text((SHIPPED / DEFAULT_NAME).read_text())
     monkeypatch.chdir(below.parent if here else below)
     for stage in ("bucket", "snapshots", "run"):
-        module = ModuleType(f"stages.{stage}")
+        module = ModuleType(f"sana_pipe.stages.{stage}")
         vars(module).update(run=lambda *given, **named: print("{}"), name=lambda *given, **named: print("{}"))
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(f"stages.{stage}", module, raising=False)
+        monkeypatch.setattr(f"sana_pipe.stages.{stage}", module, raising=False)
     with pytest.raises(SystemExit) as ended:
         cli.main(shlex.split(words))
     assert not ended.value.code

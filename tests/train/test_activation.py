@@ -12,13 +12,13 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from pipeline.train.config import TrainConfig
-from pipeline.train.parallel.activation_checkpoint import (
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.parallel.activation_checkpoint import (
     ManagedActivations,
     apply_activation_checkpointing,
     compressible_modules,
 )
-from pipeline.train.parallel.saved_tensors import BLOCK, SMALLEST, Compressor, quantise, restore
+from sana_pipe.train.parallel.saved_tensors import BLOCK, SMALLEST, Compressor, quantise, restore
 from tests.support.parameters import first_quick
 from tests.support.saved_activations import PRECISIONS, WAYS, compressors, inputs, measure, model, settings
 from tests.support.workers import tiny_run

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from pipeline.config import Config
-from pipeline.data.loader.loader import Batch
-from pipeline.train.kernels.sample_dropout import columns_of, rows_of, sample_dropout
-from pipeline.train.models.adapters import adapter_of
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.parallel.activation_checkpoint import apply_activation_checkpointing
-from pipeline.train.parallel.compile import compile_blocks
-from pipeline.train.training.checkpoint import read_document
+from sana_pipe.config import Config
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.train.kernels.sample_dropout import columns_of, rows_of, sample_dropout
+from sana_pipe.train.models.adapters import adapter_of
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.parallel.activation_checkpoint import apply_activation_checkpointing
+from sana_pipe.train.parallel.compile import compile_blocks
+from sana_pipe.train.training.checkpoint import read_document
 from tests.support.runs import fit_tiny
 from tests.support.workers import tiny_run
 

@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.adapters import patched
-from pipeline.base.errors import ConfigError
-from pipeline.train.models.adapters import Merged, files
-from pipeline.train.models.adapters.chosen import Chosen
-from pipeline.train.models.adapters.lora import DoRA, LoRA
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.sana_shape import deinterleave, interleave
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.train.models.adapters import Merged, files
+from sana_pipe.train.models.adapters.chosen import Chosen
+from sana_pipe.train.models.adapters.lora import DoRA, LoRA
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_shape import deinterleave, interleave
 from tests.support.messages import naming
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-import stages.bucket
-import stages.encode
-import stages.export
-import stages.sample
-import stages.train
-from pipeline.config import Config, load
-from pipeline.tools.demo import photographs
-from pipeline.train.training import metrics
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.export
+import sana_pipe.stages.sample
+import sana_pipe.stages.train
+from sana_pipe.config import Config, load
+from sana_pipe.tools.demo import photographs
+from sana_pipe.train.training import metrics
 
 TRIGGER = "a zorp photograph"
 NEW = "motorcycle"
@@ -43,12 +43,12 @@ def folder(tiny_repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "prompts.txt").write_text("".join(f"{photo.caption}\n" for photo in known))
     config = configuration(path, tiny_repo, "base", "train.steps=400")
     for name in ("known", "new"):
-        stages.encode.run(config, str(path / name), prompts=str(path / "prompts.txt"))
+        sana_pipe.stages.encode.run(config, str(path / name), prompts=str(path / "prompts.txt"))
     for name, sources in {"new": ["new"], "all": ["known", "new"], "known": ["known"]}.items():
         batch = "bucket.batch=4" if name == "new" else "bucket.batch=12"
-        stages.bucket.run(configuration(path, tiny_repo, "base", batch, *weights_of(*sources)), name=name)
-    stages.train.run(config, snapshot="known", log=lambda line: None)
-    stages.export.run(config, "auto", path / "exported")
+        sana_pipe.stages.bucket.run(configuration(path, tiny_repo, "base", batch, *weights_of(*sources)), name=name)
+    sana_pipe.stages.train.run(config, snapshot="known", log=lambda line: None)
+    sana_pipe.stages.export.run(config, "auto", path / "exported")
     return path
 
 
@@ -75,11 +75,11 @@ def test_a_lora_learns_a_photograph_and_preserve_keeps_the_others(
         ]
         config = configuration(folder, tiny_repo, name, *options)
         began = time.process_time()
-        stages.train.run(config, snapshot="new", log=lambda line: None)
+        sana_pipe.stages.train.run(config, snapshot="new", log=lambda line: None)
         seconds[name] = time.process_time() - began
         events = metrics.read_events(folder / name / "metrics.jsonl")["validation"]
         rises[name] = events[-1]["loss"] - events[0]["loss"]
-        stages.sample.run(config, "auto", "all", folder / f"{name} drawn", count=9)
+        sana_pipe.stages.sample.run(config, "auto", "all", folder / f"{name} drawn", count=9)
         rows = [json.loads(line) for line in (folder / f"{name} drawn/samples.jsonl").read_text().splitlines()]
         own[name] = {row["caption"] for row in rows if row["nearest_is_own"]}
     with capsys.disabled():

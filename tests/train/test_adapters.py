@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.base.layer_classes import LayerMixin, add_mixin, without_adapter
-from pipeline.train.config import TrainConfig
-from pipeline.train.kernels import joined_linear
-from pipeline.train.models.adapters import Merged, adapter_of, files, low_rank
-from pipeline.train.models.adapters.lora import LoRA
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_files import save_weights
-from pipeline.train.models.sana_shape import deinterleave, interleave
-from pipeline.train.training.checkpoint import CheckpointError
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.base.layer_classes import LayerMixin, add_mixin, without_adapter
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.kernels import joined_linear
+from sana_pipe.train.models.adapters import Merged, adapter_of, files, low_rank
+from sana_pipe.train.models.adapters.lora import LoRA
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_files import save_weights
+from sana_pipe.train.models.sana_shape import deinterleave, interleave
+from sana_pipe.train.training.checkpoint import CheckpointError
 from tests.support.checkpoints import load_model_state
 from tests.support.messages import naming
 from tests.support.runs import fit_tiny, same_checkpoints
@@ -160,7 +160,7 @@ def test_query_key_and_value_are_one_product(chosen: list[str], kind: str, monke
     with torch.no_grad():
         joined = ours(*inputs((8, 8)))
         assert len(calls) == TINY.num_layers
-        monkeypatch.setattr("pipeline.train.models.sana_layers.joined_products", lambda x, layers: None)
+        monkeypatch.setattr("sana_pipe.train.models.sana_layers.joined_products", lambda x, layers: None)
         apart = ours(*inputs((8, 8)))
     assert tiny_run.distance({"x": joined}, {"x": apart}) <= 1e-6
 

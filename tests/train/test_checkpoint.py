@@ -21,17 +21,17 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from pipeline.base.errors import ConfigError, NoSpaceError, UserError
-from pipeline.base.launch import Launch
-from pipeline.config import Config
-from pipeline.data.loader.loader import Batch
-from pipeline.train.models.sana_files import WeightFiles, save_weights
-from pipeline.train.parallel import data_parallel, mesh
-from pipeline.train.parallel.config import ParallelConfig
-from pipeline.train.training import assemble, checkpoint, host_copy, metrics, optimizers
-from pipeline.train.training.host_copy import HostCopy
-from pipeline.train.training.task import Report
-from pipeline.train.training.trainer import fit, generator_seed
+from sana_pipe.base.errors import ConfigError, NoSpaceError, UserError
+from sana_pipe.base.launch import Launch
+from sana_pipe.config import Config
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.train.models.sana_files import WeightFiles, save_weights
+from sana_pipe.train.parallel import data_parallel, mesh
+from sana_pipe.train.parallel.config import ParallelConfig
+from sana_pipe.train.training import assemble, checkpoint, host_copy, metrics, optimizers
+from sana_pipe.train.training.host_copy import HostCopy
+from sana_pipe.train.training.task import Report
+from sana_pipe.train.training.trainer import fit, generator_seed
 from tests.support.messages import naming
 from tests.support.workers import tiny_run
 

@@ -13,12 +13,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from pipeline.base.launch import Launch
-from pipeline.train.config import TrainConfig
-from pipeline.train.parallel import mesh
-from pipeline.train.parallel.activation_checkpoint import apply_activation_checkpointing
-from pipeline.train.parallel.compile import compile_blocks, compile_conditions
-from pipeline.train.parallel.parallelize import parallelize
+from sana_pipe.base.launch import Launch
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.parallel import mesh
+from sana_pipe.train.parallel.activation_checkpoint import apply_activation_checkpointing
+from sana_pipe.train.parallel.compile import compile_blocks, compile_conditions
+from sana_pipe.train.parallel.parallelize import parallelize
 from tests.support.workers import tiny_run
 
 STEPS = (0, 1, 0)  # two shapes, taken in turn
@@ -92,7 +92,7 @@ def test_compiled_code_of_other_operations_is_not_taken_from_the_disk(
 @pytest.mark.slow
 def test_the_configuration_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr("pipeline.train.parallel.parallelize.COMPILE_BACKEND", counter)
+    monkeypatch.setattr("sana_pipe.train.parallel.parallelize.COMPILE_BACKEND", counter)
     for how, frames in (("none", 0), ("block", 2)):
         settings = tiny_run.config(layers=1, compile=how)
         with mesh.open_mesh(Launch(), settings.train.parallel, torch.device("cpu")) as device_mesh:

@@ -15,31 +15,31 @@ import pytest
 import torch
 from torch import Tensor
 
-import stages.bucket
-import stages.encode
-import stages.train
-from pipeline.base.errors import ConfigError
-from pipeline.base.launch import Launch
-from pipeline.config import Config
-from pipeline.data.loader.loader import Batch
-from pipeline.tools.demo import small_models
-from pipeline.tools.planning import predict
-from pipeline.tools.planning.trace import Shape, Traced
-from pipeline.train.config import TrainConfig
-from pipeline.train.models import sampler
-from pipeline.train.models.adapters import Merged, adapter_of
-from pipeline.train.models.adapters.controlnet import PREFIX, ControlNet
-from pipeline.train.models.sampler import Sampling, pad_rows
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.sana_shape import deinterleave
-from pipeline.train.models.spec import spec_of
-from pipeline.train.parallel.compile import compile_conditions
-from pipeline.train.parallel.mesh import Layout
-from pipeline.train.training import checkpoint, metrics
-from pipeline.train.training.assemble import Trainable, objective_of
-from pipeline.train.training.trainer import fit
-from stages import export
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.train
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.base.launch import Launch
+from sana_pipe.config import Config
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.stages import export
+from sana_pipe.tools.demo import small_models
+from sana_pipe.tools.planning import predict
+from sana_pipe.tools.planning.trace import Shape, Traced
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models import sampler
+from sana_pipe.train.models.adapters import Merged, adapter_of
+from sana_pipe.train.models.adapters.controlnet import PREFIX, ControlNet
+from sana_pipe.train.models.sampler import Sampling, pad_rows
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_shape import deinterleave
+from sana_pipe.train.models.spec import spec_of
+from sana_pipe.train.parallel.compile import compile_conditions
+from sana_pipe.train.parallel.mesh import Layout
+from sana_pipe.train.training import checkpoint, metrics
+from sana_pipe.train.training.assemble import Trainable, objective_of
+from sana_pipe.train.training.trainer import fit
 from tests.support.controlnets import BASE, saved, settings, start, trained, weights_of
 from tests.support.launched import results_by_case
 from tests.support.tiny_sana import TINY, inputs, make
@@ -305,7 +305,7 @@ def run_settings(folder: Path | str = "unused", **train: Any) -> Config:
 
 @pytest.mark.slow
 def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.train.parallel.parallelize.COMPILE_BACKEND", "aot_eager")
+    monkeypatch.setattr("sana_pipe.train.parallel.parallelize.COMPILE_BACKEND", "aot_eager")
     losses = []
     for how in ("none", "block"):
         given = run_settings(tmp_path / how, steps=4, compile=how)
@@ -392,11 +392,11 @@ def test_edges_go_from_the_cache_to_an_export(
     options += ["train.device=cpu", "train.precision=fp32", "train.compile=none", "train.ema={}", "train.log_every=1"]
     options += ["bucket.heldout=0.3", "train.validation={}", "train.optim.warmup_steps=0"]
     config = make_config(tmp_path, *options)
-    assert stages.encode.run(config, str(photos))["images"] == 0, "only the controls are made"
-    stages.bucket.run(config)
-    stages.train.run(config, log=lambda line: None)
+    assert sana_pipe.stages.encode.run(config, str(photos))["images"] == 0, "only the controls are made"
+    sana_pipe.stages.bucket.run(config)
+    sana_pipe.stages.train.run(config, log=lambda line: None)
     more = make_config(tmp_path, *options, "train.steps=3")
-    stages.train.run(more, resume="auto", log=lambda line: None)
+    sana_pipe.stages.train.run(more, resume="auto", log=lambda line: None)
     assert [row["step"] for row in metrics.read(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
     validations = metrics.read_events(tmp_path / "run/metrics.jsonl")["validation"]
     assert all("shuffled_control" in row["parts"] and "shuffled_control" in row["ema_parts"] for row in validations)

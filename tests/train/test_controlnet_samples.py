@@ -14,20 +14,20 @@ import pytest
 import torch
 from PIL import Image
 
-import stages.bucket
-import stages.encode
-import stages.report
-import stages.sample
-import stages.train
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.config import Config
-from pipeline.data.cache import prompts
-from pipeline.data.cache.cache import Cache
-from pipeline.tools.reporting import controls_and_masks, draw_latents, encoder_process
-from pipeline.tools.reporting.draw_latents import SnapshotTensors
-from pipeline.train.models.adapters import adapter_from
-from pipeline.train.training import checkpoint
-from pipeline.train.training.base_weights import whole_weights
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.report
+import sana_pipe.stages.sample
+import sana_pipe.stages.train
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.config import Config
+from sana_pipe.data.cache import prompts
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.tools.reporting import controls_and_masks, draw_latents, encoder_process
+from sana_pipe.tools.reporting.draw_latents import SnapshotTensors
+from sana_pipe.train.models.adapters import adapter_from
+from sana_pipe.train.training import checkpoint
+from sana_pipe.train.training.base_weights import whole_weights
 from tests.support.drawings import draw_prompts
 from tests.support.reports import collect
 from tests.support.workers.drawings import distance, drawn
@@ -57,9 +57,9 @@ def trained(make_config: MakeConfig, made_once: Callable[..., Path]) -> Path:
                 Image.fromarray(pixels).save(data / f"{number}{ending}.png")
             (data / f"{number}.txt").write_text(f"picture {number}")
         config = configured(make_config, folder, "train.pictures={every: 2}")
-        stages.encode.run(config, str(data))
-        stages.bucket.run(config)
-        stages.train.run(config)
+        sana_pipe.stages.encode.run(config, str(data))
+        sana_pipe.stages.bucket.run(config)
+        sana_pipe.stages.train.run(config)
 
     return made_once("controlnet", make)
 
@@ -85,7 +85,9 @@ def test_a_control_that_is_no_picture_is_refused_before_anything_is_encoded(
     cut.write_bytes((trained / "data/3.control.png").read_bytes()[:3000])
     for place in (text, cut, tmp_path, tmp_path / "missing.png"):
         with pytest.raises(UserError, match=f"--control {re.escape(str(place))}: cannot be read") as error:
-            stages.sample.run_prompts(config, "auto", ["one"], tmp_path / "out", control=place, height=64, width=64)
+            sana_pipe.stages.sample.run_prompts(
+                config, "auto", ["one"], tmp_path / "out", control=place, height=64, width=64
+            )
         assert error.value.found and error.value.fix
 
 
@@ -93,9 +95,9 @@ def test_captions_are_drawn_with_the_controls_of_their_samples(
     trained: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = configured(make_config, trained)
-    result = stages.sample.run(config, "auto", None, tmp_path / "drawn", 2)
+    result = sana_pipe.stages.sample.run(config, "auto", None, tmp_path / "drawn", 2)
     assert result.count == len(rows(tmp_path / "drawn")) == 2 and result.sheet.is_file()
-    stages.sample.run(config, "auto", None, tmp_path / "off", 2, scale=0.0)
+    sana_pipe.stages.sample.run(config, "auto", None, tmp_path / "off", 2, scale=0.0)
     controlled, base, off = (
         pixels(tmp_path / name) for name in ("drawn/0000.png", "drawn/0000-base.png", "off/0000.png")
     )
@@ -132,7 +134,9 @@ def test_a_prompt_is_drawn_with_the_control_of_a_file(
 
     monkeypatch.setattr(draw_latents, "sample", sample)
     file = trained / "data/3.control.png"
-    stages.sample.run_prompts(config, "auto", ["one", "two"], tmp_path, control=file, base=False, height=64, width=64)
+    sana_pipe.stages.sample.run_prompts(
+        config, "auto", ["one", "two"], tmp_path, control=file, base=False, height=64, width=64
+    )
     snapshot = Cache(config.cache).open_snapshot()
     row = [snapshot.source_item(row)[1] for row in range(len(snapshot))].index("3.png")
     stored = SnapshotTensors(snapshot).latent(snapshot.sample(row), "control")
@@ -149,8 +153,8 @@ def drawing(trained: Path, make_config: MakeConfig, made_once: Callable[..., Pat
         for name in ("data", "cache"):
             shutil.copytree(trained / name, folder / name)
         config = configured(make_config, folder, *DRAWING)
-        stages.bucket.run(config)
-        stages.train.run(config)
+        sana_pipe.stages.bucket.run(config)
+        sana_pipe.stages.train.run(config)
 
     return made_once("controlnet-drawing", make)
 
@@ -191,14 +195,14 @@ def test_a_training_draws_held_out_captions_with_the_controls_of_their_samples(
 def test_the_report_has_the_control_next_to_the_result(drawing: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     run = Path(shutil.copytree(drawing / "run", tmp_path / "run"))
     config = configured(make_config, drawing, *DRAWING)
-    stages.sample.watch(config, run, once=True)
+    sana_pipe.stages.sample.watch(config, run, once=True)
     count = len(drawn(run, 2)[1]["prompts"])
     assert len(list(run.glob("pictures/step-00000002/*-control.png"))) == count
     [part] = collect(config, run=run)[0]["run"]["parts"]
     assert [Path(place).name for place in part["pictures"][-1]["controls"]] == [
         f"{number:04d}-control.png" for number in range(count)
     ]
-    stages.report.run(config, tmp_path / "report.html", run=run)
+    sana_pipe.stages.report.run(config, tmp_path / "report.html", run=run)
     page = (tmp_path / "report.html").read_text()
     assert page.count("<figcaption>control</figcaption>") == count + controls_and_masks.EXAMPLES
 
@@ -213,11 +217,11 @@ def test_pictures_without_controls_are_refused(
         (["train.pictures.size=[64, 128]"], "64x128"),
     ):
         with pytest.raises(ConfigError, match="that of a bucket") as error:
-            stages.train.run(configured(make_config, drawing, *DRAWING, *options), resume="auto")
+            sana_pipe.stages.train.run(configured(make_config, drawing, *DRAWING, *options), resume="auto")
         assert error.value.found == found and "64x64" in str(error.value.expected)
     config = configured(make_config, tmp_path, "train.pictures={every: 1}", "train.validation=null")
     with pytest.raises(ConfigError, match="no control records"):
-        stages.train.run(config.model_copy(update={"cache": str(small_cache_copy)}))
+        sana_pipe.stages.train.run(config.model_copy(update={"cache": str(small_cache_copy)}))
 
 
 def test_a_control_and_its_model_go_together(
@@ -225,7 +229,7 @@ def test_a_control_and_its_model_go_together(
 ) -> None:
     config = configured(make_config, trained)
     with pytest.raises(ConfigError, match="which draws with a control picture") as error:
-        stages.sample.run_prompts(config, "auto", ["one"], tmp_path)
+        sana_pipe.stages.sample.run_prompts(config, "auto", ["one"], tmp_path)
     assert error.value.fix == "--control FILE"
     with pytest.raises(ConfigError, match="has no control pictures"):
-        stages.sample.run(config.model_copy(update={"cache": str(small_cache_copy)}), "auto", None, tmp_path)
+        sana_pipe.stages.sample.run(config.model_copy(update={"cache": str(small_cache_copy)}), "auto", None, tmp_path)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.train.training import metrics
+from sana_pipe.train.training import metrics
 from tests.support.checkpoints import load_model_state
 from tests.support.launched import found, run_worker
 from tests.support.workers import optimizers, tiny_run

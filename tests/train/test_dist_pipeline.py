@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.parallel import mesh
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.parallel import mesh
 from tests.support.launched import found_by_size, run_worker
 from tests.support.workers import pipelines
 

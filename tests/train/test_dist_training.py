@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.train.training import checkpoint, metrics
+from sana_pipe.train.training import checkpoint, metrics
 from tests.support.checkpoints import load_model_state
 from tests.support.forked import ranks, succeed
 from tests.support.launched import ended_with_the_test, found, torchrun, until_begun
@@ -125,7 +125,9 @@ def test_a_run_resumed_at_the_wrong_step_would_be_noticed(results: dict[str, Any
 
 
 def test_a_mistake_is_printed_once(tmp_path: Path) -> None:
-    output, _ = torchrun("pipeline.cli", "train", "--config", "tiny", "--set", "train.stepps=3").communicate(timeout=90)
+    output, _ = torchrun("sana_pipe.cli", "train", "--config", "tiny", "--set", "train.stepps=3").communicate(
+        timeout=90
+    )
     assert output.count("did you mean 'train.steps'?") == 1
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.train.training import checkpoint, metrics
+from sana_pipe.train.training import checkpoint, metrics
 from tests.support.checkpoints import load_model_state
 from tests.support.constants import set_constants
 from tests.support.launched import children
@@ -97,7 +97,7 @@ def test_a_killed_process_is_restarted_and_nothing_else_changes(
 def test_a_process_that_hangs_ends_the_others_and_all_are_restarted(
     undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_constants(monkeypatch, {"pipeline.train.parallel.mesh.WAIT_S": 14})
+    set_constants(monkeypatch, {"sana_pipe.train.parallel.mesh.WAIT_S": 14})
     began = time.monotonic()
     process = torchrun(
         tmp_path,

@@ -20,29 +20,28 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline import cli
-from pipeline.base import processes
-from pipeline.base.errors import AwayError, ConfigError, NoSpaceError, UserError
-from pipeline.config import Config, dump, load
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.prompts import spread
-from pipeline.data.encoders.frozen import from_bits
-from pipeline.data.encoders.text import TextEncoder
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.sources.source import Unreadable
-from pipeline.tools.demo import small_models
-from pipeline.tools.reporting import draw_latents, drawing_folder, encoder_process, export_folder
-from pipeline.tools.reporting import source_pictures as reading
-from pipeline.tools.reporting.contact_sheet import SheetRow, contact_sheet
-from pipeline.tools.reporting.export_readme import call_arguments, readme
-from pipeline.train.models import sampler as sampling
-from pipeline.train.models.sampler import noise_of
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.training import changes
-from pipeline.train.training import checkpoint as checkpoints
-from stages import bucket, encode, export, sample, train
-from stages import run as chain
+from sana_pipe import cli
+from sana_pipe.base.errors import AwayError, ConfigError, NoSpaceError, UserError
+from sana_pipe.config import Config, dump, load
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.prompts import spread
+from sana_pipe.data.encoders.frozen import from_bits
+from sana_pipe.data.encoders.text import TextEncoder
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.sources.source import Unreadable
+from sana_pipe.stages import bucket, encode, export, sample, train
+from sana_pipe.stages import run as chain
+from sana_pipe.tools.demo import small_models
+from sana_pipe.tools.reporting import draw_latents, drawing_folder, encoder_process, export_folder
+from sana_pipe.tools.reporting import source_pictures as reading
+from sana_pipe.tools.reporting.contact_sheet import SheetRow, contact_sheet
+from sana_pipe.tools.reporting.export_readme import call_arguments, readme
+from sana_pipe.train.models import sampler as sampling
+from sana_pipe.train.models.sampler import noise_of
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.training import changes
+from sana_pipe.train.training import checkpoint as checkpoints
 from tests.support.checkpoints import load_model_state
 from tests.support.drawings import draw_for
 from tests.support.messages import naming
@@ -550,14 +549,14 @@ def test_sample_writes_pictures_a_table_and_a_sheet(trained: Trained, tmp_path: 
 def test_the_drawing_process_imports_no_encoder(trained: Trained, tmp_path: Path, call: str) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(dump(trained.config))
-    made = call.format(config="load(sys.argv[2])", out="Path(sys.argv[3])")
+    made = call.format(config="load(sys.argv[1])", out="Path(sys.argv[2])")
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from pipeline.config import load; "
-        f"from stages import sample; sample.{made}; "
+        "import sys; from pathlib import Path; from sana_pipe.config import load; "
+        f"from sana_pipe.stages import sample; sample.{made}; "
         "bad = [m for m in sys.modules if m.rpartition('.')[2] in ('autoencoder_dc', 'modeling_gemma2') "
         "or m == 'transformers']; sys.exit(str(bad) if bad else 0)"
     )
-    arguments = [sys.executable, "-c", code, processes.command()[3], str(config), str(tmp_path / "out")]
+    arguments = [sys.executable, "-c", code, str(config), str(tmp_path / "out")]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "contact_sheet.png").exists()

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-import stages.train
-from pipeline import cli
-from pipeline.base import retrying
-from pipeline.base.errors import AwayError, RejectRateError
-from pipeline.base.launch import Launch
-from pipeline.config import load
-from pipeline.data.cache.cache import Cache
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.train.parallel import mesh
-from pipeline.train.training import checkpoint, feeding, metrics
-from pipeline.train.training.trainer import fit
+import sana_pipe.stages.train
+from sana_pipe import cli
+from sana_pipe.base import retrying
+from sana_pipe.base.errors import AwayError, RejectRateError
+from sana_pipe.base.launch import Launch
+from sana_pipe.config import load
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.train.parallel import mesh
+from sana_pipe.train.training import checkpoint, feeding, metrics
+from sana_pipe.train.training.trainer import fit
 from tests.support.damage import flip
 from tests.support.launched import ended_with_the_test, run_worker, torchrun, until_begun
 from tests.support.workers import tiny_run
@@ -131,7 +131,7 @@ def test_a_run_on_a_few_samples_ends(
     )
     printed: list[str] = []
     with pytest.raises(RejectRateError, match=r"\d+ of the last \d+ samples") as caught:
-        stages.train.run(config, quarantine=tmp_path / "q.jsonl", log=printed.append)
+        sana_pipe.stages.train.run(config, quarantine=tmp_path / "q.jsonl", log=printed.append)
     assert caught.value.exit_code == 5 and "5.0%" in str(caught.value)
     rows = metrics.read(Path(config.train.output) / "metrics.jsonl")
     assert 1 <= len(rows) < 10
@@ -144,7 +144,7 @@ def test_a_run_on_a_few_samples_ends(
     assert [line for line in printed if line.startswith("warning:") and "5.0%" in line]
     monkeypatch.setattr(feeding, "MOST", 1.0)
     config = config.with_train(output=str(tmp_path / "b"))
-    assert stages.train.run(config, quarantine=tmp_path / "q.jsonl", log=printed.append).step == 10
+    assert sana_pipe.stages.train.run(config, quarantine=tmp_path / "q.jsonl", log=printed.append).step == 10
 
 
 def counted(bad: list[int], batch: int, rate: float, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int | None]:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.train.models.config import FlowConfig
-from pipeline.train.models.flow_matching import FlowMatching
+from sana_pipe.train.models.config import FlowConfig
+from sana_pipe.train.models.flow_matching import FlowMatching
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 4.0, 6.0])

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 
-from pipeline.base.disk import file_digest
-from pipeline.base.launch import Launch
-from pipeline.train.training import checkpoint, metadata_reader
-from pipeline.train.training.metadata_reader import CheckpointError
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.disk import file_digest
+from sana_pipe.base.launch import Launch
+from sana_pipe.train.training import checkpoint, metadata_reader
+from sana_pipe.train.training.metadata_reader import CheckpointError
+from sana_pipe.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.messages import naming
 from tests.support.workers import tiny_run

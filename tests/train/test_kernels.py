@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.train.kernels import backend, gated_convolution, joined_linear, linear_attention
+from sana_pipe.train.kernels import backend, gated_convolution, joined_linear, linear_attention
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {"fp32": 1e-6, "bf16": 2**-6}
@@ -88,7 +88,7 @@ GPUS = (80, 86, 89, 90, 100, 120)
 def needs_of(kernel: tuple[str, str], gpu: int, dtype: str, **more: int) -> Any:
     from tests.support import assembled
 
-    module = importlib.import_module(f"pipeline.train.kernels.{kernel[0]}")
+    module = importlib.import_module(f"sana_pipe.train.kernels.{kernel[0]}")
     needs = assembled.needs(getattr(module, kernel[1]), gpu, dtype, **(KERNELS[kernel](module, dtype) | more))
     print(kernel, gpu, dtype, needs)
     return needs
@@ -122,7 +122,7 @@ def test_a_kernel_compiles_without_spills_and_within_shared_memory(kernel: tuple
 def test_on_every_gpu_in_every_dtype(kernel: tuple[str, str], gpu: int, dtype: str) -> None:
     assert fits(kernel, gpu, dtype)
     module, name = kernel
-    if "height" in getattr(importlib.import_module(f"pipeline.train.kernels.{module}"), name).arg_names:
+    if "height" in getattr(importlib.import_module(f"sana_pipe.train.kernels.{module}"), name).arg_names:
         assert fits(kernel, gpu, dtype, height=1, width=1), "a launch with a size of 1 compiles it as a constant"
 
 
@@ -140,7 +140,7 @@ def test_the_gated_convolution_takes_few_instructions(name: str) -> None:
 @triton
 @pytest.mark.parametrize("name", [name for module, name in KERNELS if module == ATTENTION])
 def test_one_kernel_serves_all_numbers_of_tokens(name: str) -> None:
-    kernel = getattr(importlib.import_module(f"pipeline.train.kernels.{ATTENTION}"), name)
+    kernel = getattr(importlib.import_module(f"sana_pipe.train.kernels.{ATTENTION}"), name)
     assert [p.do_not_specialize for p in kernel.params if p.name == "tokens"] == [True]
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.base.layer_classes import LayerMixin, add_mixin, mixins_of
-from pipeline.train.parallel.activation_checkpoint import CompressedActivations
-from pipeline.train.parallel.tensor_parallel import ShardedColumns, ShardedRows
+from sana_pipe.base.layer_classes import LayerMixin, add_mixin, mixins_of
+from sana_pipe.train.parallel.activation_checkpoint import CompressedActivations
+from sana_pipe.train.parallel.tensor_parallel import ShardedColumns, ShardedRows
 
 
 def telling(where: str) -> type[LayerMixin]:

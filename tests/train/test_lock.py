@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from pipeline.base import disk, process_identity
-from pipeline.base.errors import NoSpaceError, UserError
-from pipeline.base.launch import Launch, scheduled_attempt
-from pipeline.data.cache.cache import Cache
-from pipeline.train.training import checkpoint, lock, metrics
-from pipeline.train.training.task import Report
-from pipeline.train.training.trainer import fit
+from sana_pipe.base import disk, process_identity
+from sana_pipe.base.errors import NoSpaceError, UserError
+from sana_pipe.base.launch import Launch, scheduled_attempt
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.train.training import checkpoint, lock, metrics
+from sana_pipe.train.training.task import Report
+from sana_pipe.train.training.trainer import fit
 from tests.support.foreign_lock import ELSEWHERE, plant
 from tests.support.messages import naming
 from tests.support.waiting import until

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.train.training.loss_band import BEFORE, LossBand
-from pipeline.train.training.metrics import Metrics
+from sana_pipe.train.training.loss_band import BEFORE, LossBand
+from sana_pipe.train.training.metrics import Metrics
 
 
 def noisy(count: int, mean: float, spread: float, seed: int = 0) -> list[float]:

@@ -14,22 +14,22 @@ import pytest
 import torch
 from PIL import Image
 
-import stages.bucket
-import stages.encode
-from pipeline.base.errors import ConfigError
-from pipeline.base.launch import Launch
-from pipeline.data.images import decoding, pillow_decoder
-from pipeline.data.signals.mask import MaskEncoding
-from pipeline.train.models.config import FlowConfig
-from pipeline.train.models.flow_matching import FlowMatching
-from pipeline.train.parallel.microbatch import Outputs
-from pipeline.train.training import metrics
-from pipeline.train.training.assemble import objective_of
-from pipeline.train.training.config import MaskConfig, PreserveConfig
-from pipeline.train.training.objectives import visit_chosen
-from pipeline.train.training.objectives.control import Controlled
-from pipeline.train.training.objectives.preserve import Preserving
-from pipeline.train.training.trainer import fit
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.base.launch import Launch
+from sana_pipe.data.images import decoding, pillow_decoder
+from sana_pipe.data.signals.mask import MaskEncoding
+from sana_pipe.train.models.config import FlowConfig
+from sana_pipe.train.models.flow_matching import FlowMatching
+from sana_pipe.train.parallel.microbatch import Outputs
+from sana_pipe.train.training import metrics
+from sana_pipe.train.training.assemble import objective_of
+from sana_pipe.train.training.config import MaskConfig, PreserveConfig
+from sana_pipe.train.training.objectives import visit_chosen
+from sana_pipe.train.training.objectives.control import Controlled
+from sana_pipe.train.training.objectives.preserve import Preserving
+from sana_pipe.train.training.trainer import fit
 from tests.support.launched import results_by_case
 from tests.support.workers import masked, tiny_run
 
@@ -119,9 +119,9 @@ def test_bucket_counts_masks_that_say_nothing(
         if mask is not None:
             Image.fromarray(mask).save(data / f"{name}.mask.png")
     config = make_config(tmp_path, "data.pictures.mask={suffix: .mask, required: false}")
-    stages.encode.run(config, str(data))
+    sana_pipe.stages.encode.run(config, str(data))
     capsys.readouterr()
-    stages.bucket.run(config, as_json=True)
+    sana_pipe.stages.bucket.run(config, as_json=True)
     same_everywhere, dim = json.loads(capsys.readouterr().out)["notes"]
     assert "2 of 4 checked masks" in same_everywhere and {"white.png", "black.png"} <= set(
         re.split(r"[ ,;]+", same_everywhere)
@@ -226,11 +226,11 @@ def test_nothing_is_learned_from_empty_masks(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_without_masks_is_refused(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
-    import stages.train
+    import sana_pipe.stages.train
 
     options = ["train.device=cpu", "train.steps=1", "train.compile=none", "train.mask={}"]
     with pytest.raises(ConfigError, match="has no mask records"):
-        stages.train.run(make_config(tmp_path, f"cache={small_cache_copy}", *options), log=lambda line: None)
+        sana_pipe.stages.train.run(make_config(tmp_path, f"cache={small_cache_copy}", *options), log=lambda line: None)
 
 
 @pytest.mark.dist

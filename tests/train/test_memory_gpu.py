@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.base.launch import Launch
-from pipeline.train.parallel import mesh
-from pipeline.train.parallel.parallelize import parallelize
-from pipeline.train.training import optimizers
-from pipeline.train.training.config import EmaConfig
-from pipeline.train.training.ema import EMA
-from pipeline.train.training.objectives.flow import Flow
-from pipeline.train.training.optimizers import in_backward
-from pipeline.train.training.step import TrainStep
+from sana_pipe.base.launch import Launch
+from sana_pipe.train.parallel import mesh
+from sana_pipe.train.parallel.parallelize import parallelize
+from sana_pipe.train.training import optimizers
+from sana_pipe.train.training.config import EmaConfig
+from sana_pipe.train.training.ema import EMA
+from sana_pipe.train.training.objectives.flow import Flow
+from sana_pipe.train.training.optimizers import in_backward
+from sana_pipe.train.training.step import TrainStep
 from tests.support import saved_activations
 from tests.support.workers import tiny_run
 

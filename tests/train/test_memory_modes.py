@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.base.errors import ConfigError
-from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.training import metrics, optimizers
-from pipeline.train.training.optimizers import in_backward
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.train.parallel.parallelize import ParallelModel
+from sana_pipe.train.training import metrics, optimizers
+from sana_pipe.train.training.optimizers import in_backward
 from tests.support.checkpoints import load_model_state
 from tests.support.launched import found, run_worker
 from tests.support.runs import fit_tiny, same_checkpoints

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.yaml_text import from_yaml
-from pipeline.config import load, shipped
-from pipeline.train.config import TrainConfig
-from pipeline.train.models import flow_matching, sana_config
-from pipeline.train.models.sana_config import numerics
-from pipeline.train.models.sana_shape import DIFFUSERS
-from pipeline.train.training import inputs
-from pipeline.train.training.optimizers import came
+from sana_pipe.base.yaml_text import from_yaml
+from sana_pipe.config import load, shipped
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models import flow_matching, sana_config
+from sana_pipe.train.models.sana_config import numerics
+from sana_pipe.train.models.sana_shape import DIFFUSERS
+from sana_pipe.train.training import inputs
+from sana_pipe.train.training.optimizers import came
 
 PAGE = (Path(__file__).parents[2] / "docs/training.md").read_text(encoding="utf-8")
 TEXT = PAGE.partition("\n## NVlabs' options and ours\n")[2]

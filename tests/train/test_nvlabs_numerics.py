@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.base.launch import Launch
-from pipeline.train.kernels.linear_attention import linear_attention
-from pipeline.train.models.config import ModelConfig, StartWeights
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.sana_files import save_weights
-from pipeline.train.models.sana_shape import deinterleave
-from pipeline.train.training import metrics
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.launch import Launch
+from sana_pipe.train.kernels.linear_attention import linear_attention
+from sana_pipe.train.models.config import ModelConfig, StartWeights
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_files import save_weights
+from sana_pipe.train.models.sana_shape import deinterleave
+from sana_pipe.train.training import metrics
+from sana_pipe.train.training.trainer import fit
 from tests.support import nvlabs_reference as nvlabs
 from tests.support.checkpoints import load_model_state
 from tests.support.tiny_sana import load_transformer

@@ -23,26 +23,26 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.base.launch import Launch
-from pipeline.config import Config
-from pipeline.tools.planning import predict
-from pipeline.train.models.flow_matching import FlowMatching
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.parallel import data_parallel, mesh
-from pipeline.train.parallel.parallelize import ParallelModel, parallelize
-from pipeline.train.parallel.shards import local
-from pipeline.train.training import build, checkpoint, loss_scale, metrics, optimizers, trainer
-from pipeline.train.training.config import EmaConfig, OptimConfig
-from pipeline.train.training.ema import EMA
-from pipeline.train.training.objectives.flow import Flow
-from pipeline.train.training.optimizer_records import OPTIMIZERS, OptimizerRecord
-from pipeline.train.training.optimizers import came, stochastic_rounding
-from pipeline.train.training.optimizers.came import CAME
-from pipeline.train.training.step import NonFiniteError, TrainStep
-from pipeline.train.training.task import Report
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.base.launch import Launch
+from sana_pipe.config import Config
+from sana_pipe.tools.planning import predict
+from sana_pipe.train.models.flow_matching import FlowMatching
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.parallel import data_parallel, mesh
+from sana_pipe.train.parallel.parallelize import ParallelModel, parallelize
+from sana_pipe.train.parallel.shards import local
+from sana_pipe.train.training import build, checkpoint, loss_scale, metrics, optimizers, trainer
+from sana_pipe.train.training.config import EmaConfig, OptimConfig
+from sana_pipe.train.training.ema import EMA
+from sana_pipe.train.training.objectives.flow import Flow
+from sana_pipe.train.training.optimizer_records import OPTIMIZERS, OptimizerRecord
+from sana_pipe.train.training.optimizers import came, stochastic_rounding
+from sana_pipe.train.training.optimizers.came import CAME
+from sana_pipe.train.training.step import NonFiniteError, TrainStep
+from sana_pipe.train.training.task import Report
+from sana_pipe.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.messages import naming
 from tests.support.parameters import first_quick
@@ -339,7 +339,7 @@ def test_small_updates_of_bf16_weights_are_not_lost(name: str, monkeypatch: pyte
     for module in (
         stochastic_rounding,
         came,
-        *([sys.modules["pipeline.train.training.optimizers.adamw_8bit"]] if name == "adamw8bit" else []),
+        *([sys.modules["sana_pipe.train.training.optimizers.adamw_8bit"]] if name == "adamw8bit" else []),
     ):
         monkeypatch.setattr(module, "to_bf16", lambda value, generator=None: value.bfloat16())
     assert abs(moved(torch.bfloat16) - exact) > 0.5 * abs(exact), "rounding to nearest passes the check"
@@ -474,7 +474,7 @@ def test_adamw8bit_compiled_is_adamw8bit() -> None:
     pytest.importorskip("torchao")
     from torchao.optim import AdamWFp8
 
-    from pipeline.train.training.optimizers.adamw_8bit import AdamW8bit
+    from sana_pipe.train.training.optimizers.adamw_8bit import AdamW8bit
 
     torch.manual_seed(0)
     start, gradients = torch.randn(64, 128), torch.randn(3, 64, 128)
@@ -493,7 +493,7 @@ def test_adamw8bit_compiled_is_adamw8bit() -> None:
 
 
 def test_without_torchao_the_run_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "pipeline.train.training.optimizers.adamw_8bit", raising=False)
+    monkeypatch.delitem(sys.modules, "sana_pipe.train.training.optimizers.adamw_8bit", raising=False)
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim.adam", None)
     monkeypatch.setattr(trainer, "open_mesh", lambda *arguments: pytest.fail("processes were started"))

@@ -15,15 +15,15 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pipeline.base.errors import ConfigError
-from pipeline.base.launch import Launch
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.sana_shape import Numerics
-from pipeline.train.models.sana_stage import SanaStage
-from pipeline.train.parallel import pipeline_parallel
-from pipeline.train.parallel.config import ParallelConfig
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.base.launch import Launch
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_shape import Numerics
+from sana_pipe.train.models.sana_stage import SanaStage
+from sana_pipe.train.parallel import pipeline_parallel
+from sana_pipe.train.parallel.config import ParallelConfig
+from sana_pipe.train.training.trainer import fit
 from tests.support.workers import tiny_run
 
 CPU = torch.device("cpu")

@@ -12,21 +12,21 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.base.errors import ConfigError
-from pipeline.base.launch import Launch
-from pipeline.base.layer_classes import without_adapter
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.prompts import newest
-from pipeline.data.loader.loader import Batch
-from pipeline.train.config import TrainConfig
-from pipeline.train.parallel.microbatch import REFERENCE, Outputs
-from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.training import metrics
-from pipeline.train.training.assemble import objective_of
-from pipeline.train.training.build import adapter_of
-from pipeline.train.training.objectives import StepLoss, visit_chosen
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.layer_classes import without_adapter
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.prompts import newest
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.parallel.microbatch import REFERENCE, Outputs
+from sana_pipe.train.parallel.parallelize import ParallelModel
+from sana_pipe.train.training import metrics
+from sana_pipe.train.training.assemble import objective_of
+from sana_pipe.train.training.build import adapter_of
+from sana_pipe.train.training.objectives import StepLoss, visit_chosen
+from sana_pipe.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.workers import tiny_run
 
@@ -161,31 +161,33 @@ def test_a_preserved_run_resumes_and_differs_from_a_free_one(tmp_path: Path) -> 
 
 
 def test_prompts_are_those_of_any_set_in_the_cache(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
-    import stages.encode
-    import stages.train
+    import sana_pipe.stages.encode
+    import sana_pipe.stages.train
 
     options = ["train.device=cpu", "train.precision=fp32", "train.steps=2", "train.log_every=1", "train.compile=none"]
     options += ["train.adapter={rank: 2}", "train.preserve={prompt: [A dog, a cat]}"]
     config = make_config(tmp_path, *options)
     with pytest.raises(ConfigError, match=r"'A dog'(.|\n)*sana-pipe encode --prompts") as refused:
-        stages.train.run(config, log=lambda line: None)
+        sana_pipe.stages.train.run(config, log=lambda line: None)
     (tmp_path / "prompts.txt").write_text("a bird\na tree\n")
-    stages.encode.run(make_config(tmp_path), None, prompts=str(tmp_path / "prompts.txt"))
+    sana_pipe.stages.encode.run(make_config(tmp_path), None, prompts=str(tmp_path / "prompts.txt"))
     drawn = newest(Cache(config.cache), "prompts")
     (tmp_path / "preserve.txt").write_text("a dog\na cat\n")
     words = shlex.split(str(refused.value.fix).partition(", ")[0].replace("FILE", str(tmp_path / "preserve.txt")))
     asked = dict(zip(words[2::2], words[3::2], strict=True))
     assert words[:2] == ["sana-pipe", "encode"] and asked.keys() == {"--prompts", "--prompts-name"}
-    stages.encode.run(make_config(tmp_path), None, prompts=asked["--prompts"], prompts_name=asked["--prompts-name"])
+    sana_pipe.stages.encode.run(
+        make_config(tmp_path), None, prompts=asked["--prompts"], prompts_name=asked["--prompts-name"]
+    )
     assert drawn == newest(Cache(config.cache), "prompts"), "the fix leaves the prompts that are drawn"
-    stages.train.run(config, log=lambda line: None)
+    sana_pipe.stages.train.run(config, log=lambda line: None)
     rows = metrics.read(tmp_path / "run/metrics.jsonl")
     assert [sorted(row["parts"]) for row in rows] == [["flow", "preserve"]] * 2
 
 
 @pytest.mark.slow
 def test_compiled_it_is_the_same_and_needs_few_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.train.parallel.parallelize.COMPILE_BACKEND", "aot_eager")
+    monkeypatch.setattr("sana_pipe.train.parallel.parallelize.COMPILE_BACKEND", "aot_eager")
     losses = []
     for how in ("none", "block"):
         given = settings(tmp_path / how, steps=4, compile=how)

@@ -15,20 +15,20 @@ import torch
 from diffusers import PRXPipeline, PRXTransformer2DModel
 from torch.utils.flop_counter import FlopCounterMode
 
-import stages.bucket
-import stages.encode
-import stages.export
-import stages.train
-from pipeline.base.errors import ConfigError
-from pipeline.data.cache.cache import Cache
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.tools.reporting import export_folder
-from pipeline.tools.reporting.draw_latents import SnapshotTensors
-from pipeline.train.models.prx import PRX
-from pipeline.train.models.sampler import noise_of, pad_rows
-from pipeline.train.models.spec import spec_of
-from pipeline.train.training import checkpoint, metrics
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.export
+import sana_pipe.stages.train
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.tools.reporting import export_folder
+from sana_pipe.tools.reporting.draw_latents import SnapshotTensors
+from sana_pipe.train.models.prx import PRX
+from sana_pipe.train.models.sampler import noise_of, pad_rows
+from sana_pipe.train.models.spec import spec_of
+from sana_pipe.train.training import checkpoint, metrics
 from tests.support import tiny_models
 from tests.support.checkpoints import load_model_state
 from tests.support.drawings import draw_for
@@ -136,8 +136,8 @@ def cache(
     root = tmp_path_factory.mktemp("prx-cache")
     shutil.copytree(small_cache, root / "cache")
     config = make_config(root, f"text.id={text}")
-    stages.encode.run(config, data=str(photos))
-    stages.bucket.run(config)
+    sana_pipe.stages.encode.run(config, data=str(photos))
+    sana_pipe.stages.bucket.run(config)
     return root / "cache"
 
 
@@ -166,9 +166,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, cache: Path, make_config: Any,
 
     lines: list[str] = []
     whole = config("whole")
-    stages.train.run(whole, log=lines.append)
-    stages.train.run(config("stopped", "train.steps=2"), log=lambda line: None)
-    stages.train.run(config("stopped"), resume="auto", log=lambda line: None)
+    sana_pipe.stages.train.run(whole, log=lines.append)
+    sana_pipe.stages.train.run(config("stopped", "train.steps=2"), log=lambda line: None)
+    sana_pipe.stages.train.run(config("stopped"), resume="auto", log=lambda line: None)
     return SimpleNamespace(root=root, start=start, config=config, whole=whole, lines=lines)
 
 
@@ -198,7 +198,7 @@ def test_diffusers_pipeline_loads_the_export_and_draws_what_sample_draws(
     from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
     monkeypatch.setattr(prx, "T5GemmaEncoder", T5GemmaEncoder, raising=False)
-    out = stages.export.run(run.config("whole"), "auto", run.root / "export")
+    out = sana_pipe.stages.export.run(run.config("whole"), "auto", run.root / "export")
     index = json.loads((out / "model_index.json").read_text())
     assert index["_class_name"] == "PRXPipeline" and index["text_encoder"] == ["prx", "T5GemmaEncoder"]
     assert index["scheduler"] == ["diffusers", "FlowMatchEulerDiscreteScheduler"]
@@ -236,15 +236,15 @@ def test_a_whole_t5gemma_is_no_part_of_a_pipeline(tmp_path: Path) -> None:
 def test_a_lora_is_exported_in_its_base_and_train_says_so_before(run: SimpleNamespace) -> None:
     lines: list[str] = []
     config = run.config("lora", "train.steps=1", "train.adapter={rank: 2}")
-    stages.train.run(config, log=lines.append)
+    sana_pipe.stages.train.run(config, log=lines.append)
     assert any("--format merged" in line for line in lines[:10])
     with pytest.raises(ConfigError, match="comfyui"):
-        stages.export.run(config, "auto", run.root / "file", form="comfyui")
-    out = stages.export.run(config, "auto", run.root / "merged")
+        sana_pipe.stages.export.run(config, "auto", run.root / "file", form="comfyui")
+    out = sana_pipe.stages.export.run(config, "auto", run.root / "merged")
     assert (out / "model_index.json").is_file() and not list(out.glob("*.safetensors"))
 
 
 def test_the_text_encoder_of_another_model_is_not_exported(run: SimpleNamespace, make_config: Any) -> None:
     gemma = make_config(run.root).text.id
     with pytest.raises(ConfigError, match="t5gemma"):
-        stages.export.run(run.config("whole", f"text.id={gemma}"), "auto", run.root / "other")
+        sana_pipe.stages.export.run(run.config("whole", f"text.id={gemma}"), "auto", run.root / "other")

@@ -23,22 +23,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipeline import cli
-from pipeline.base import hub
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.config import Config, dump, load
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.index import commits
-from pipeline.data.encoders.config import VaeConfig
-from pipeline.tools.reporting import encoder_process, export_folder
-from pipeline.train.models import nvlabs
-from pipeline.train.models.sana import SanaTransformer, parameter_shapes
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.sana_files import WeightFiles, save_nvlabs, save_weights
-from pipeline.train.models.sana_shape import SanaShape
-from pipeline.train.training import checkpoint
-from pipeline.train.training.base_weights import first_weights
-from stages import bucket, check, encode, export, sample, train
+from sana_pipe import cli
+from sana_pipe.base import hub
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.config import Config, dump, load
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.index import commits
+from sana_pipe.data.encoders.config import VaeConfig
+from sana_pipe.stages import bucket, check, encode, export, sample, train
+from sana_pipe.tools.reporting import encoder_process, export_folder
+from sana_pipe.train.models import nvlabs
+from sana_pipe.train.models.sana import SanaTransformer, parameter_shapes
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_files import WeightFiles, save_nvlabs, save_weights
+from sana_pipe.train.models.sana_shape import SanaShape
+from sana_pipe.train.training import checkpoint
+from sana_pipe.train.training.base_weights import first_weights
 from tests.support import hub_layouts
 from tests.support.hub_layouts import RELEASED, Set
 from tests.support.messages import naming
@@ -513,9 +513,9 @@ def test_a_pth_that_is_more_than_tensors_is_not_run(tmp_path: Path) -> None:
 
 ASK = """
 import json, sys
-from pipeline.train.models.config import StartWeights; from pipeline.data.encoders.config import TextConfig, VaeConfig
-from pipeline.base.errors import UserError
-from pipeline.base import hub
+from sana_pipe.train.models.config import StartWeights; from sana_pipe.data.encoders.config import TextConfig, VaeConfig
+from sana_pipe.base.errors import UserError
+from sana_pipe.base import hub
 told = []
 for kind, given in json.loads(sys.argv[1]):
     try:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.base.launch import Launch
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.sana_shape import Numerics
-from pipeline.train.parallel import mesh
-from pipeline.train.parallel.parallelize import parallelize
+from sana_pipe.base.launch import Launch
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_shape import Numerics
+from sana_pipe.train.parallel import mesh
+from sana_pipe.train.parallel.parallelize import parallelize
 from tests.support.workers import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -86,7 +86,7 @@ def test_fp32_tokens_halve_the_error_of_a_deep_bf16_model() -> None:
 def test_fp32_tokens_go_with_every_way_to_keep_activations(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.train.parallel.parallelize.COMPILE_BACKEND", "aot_eager")
+    monkeypatch.setattr("sana_pipe.train.parallel.parallelize.COMPILE_BACKEND", "aot_eager")
     seen: list[torch.dtype] = []
     base: dict[str, Any] = {"precision": "bf16", "layers": 2}
     expected = gradients(tiny_run.config(**base), [])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.train.training import checkpoint, metrics
+from sana_pipe.train.training import checkpoint, metrics
 from tests.support import tiny_cache
 from tests.support.forked import Forked, ranks, succeed
 from tests.support.workers import round_chain, tiny_run

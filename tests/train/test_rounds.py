@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.base.launch import Launch
-from pipeline.base.options import value_at
-from pipeline.base.yaml_text import as_yaml
-from pipeline.config import Config, dump, load
-from pipeline.data.cache.cache import Cache
-from pipeline.data.loader.loader import Batch, LoaderState
-from pipeline.data.loader.schedule import Schedule
-from pipeline.train.training import checkpoint, loss_scale, metrics, trainer
-from pipeline.train.training.summary import summarize, table
-from pipeline.train.training.task import Report
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.options import value_at
+from sana_pipe.base.yaml_text import as_yaml
+from sana_pipe.config import Config, dump, load
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.loader.loader import Batch, LoaderState
+from sana_pipe.data.loader.schedule import Schedule
+from sana_pipe.train.training import checkpoint, loss_scale, metrics, trainer
+from sana_pipe.train.training.summary import summarize, table
+from sana_pipe.train.training.task import Report
+from sana_pipe.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.command_lines import dry_run, words_of
 from tests.support.messages import naming
@@ -200,8 +200,8 @@ def test_origins_that_cannot_be_are_refused(first: Path, tmp_path: Path) -> None
 def test_the_stage_begins_on_the_newest_snapshot(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
     """Order and snapshot: a new run from a checkpoint takes the newest and draws anew; what is resumed keeps both, says
     so, and gives the command that would not."""
-    import stages.bucket
-    import stages.train
+    import sana_pipe.stages.bucket
+    import sana_pipe.stages.train
 
     def settings(run: str, *more: str) -> Config:
         few = [
@@ -219,22 +219,24 @@ def test_the_stage_begins_on_the_newest_snapshot(small_cache_copy: Path, make_co
         return found.snapshot, found.phase, found.step
 
     printed: list[str] = []
-    stages.train.run(settings("one", "train.steps=2"), log=printed.append)
-    stages.bucket.run(settings("one", "bucket.batch=6"))
+    sana_pipe.stages.train.run(settings("one", "train.steps=2"), log=printed.append)
+    sana_pipe.stages.bucket.run(settings("one", "bucket.batch=6"))
     old, new = state("one")[0], Cache(settings("one").cache).open_snapshot(None).id
     assert old != new
-    stages.train.run(settings("two", "train.steps=2"), origin=tmp_path / "one", log=printed.append)
+    sana_pipe.stages.train.run(settings("two", "train.steps=2"), origin=tmp_path / "one", log=printed.append)
     assert state("two") == (new, 1, 2)
-    stages.train.run(settings("two", "train.steps=3"), resume="auto", log=printed.append)
+    sana_pipe.stages.train.run(settings("two", "train.steps=3"), resume="auto", log=printed.append)
     assert state("two") == (new, 1, 3)
     assert not any("the newest is" in line for line in printed)
-    stages.train.run(settings("one", "train.steps=3"), resume="auto", log=printed.append)
+    sana_pipe.stages.train.run(settings("one", "train.steps=3"), resume="auto", log=printed.append)
     assert state("one") == (old, 0, 3)
     (line,) = [line for line in printed if "the newest is" in line]
     assert new[:12] in line and f"--from {tmp_path / 'one'} --set train.output=DIR" in line
     with pytest.raises(checkpoint.CheckpointError, match=r"--from .*step-00000003 --set train.output=DIR"):
-        stages.train.run(settings("one", "train.steps=4"), snapshot="latest", resume="auto", log=printed.append)
-    stages.train.run(settings("three", "train.steps=1"), origin=tmp_path / "two", log=printed.append)
+        sana_pipe.stages.train.run(
+            settings("one", "train.steps=4"), snapshot="latest", resume="auto", log=printed.append
+        )
+    sana_pipe.stages.train.run(settings("three", "train.steps=1"), origin=tmp_path / "two", log=printed.append)
     assert state("three") == (new, 2, 1)
     for run, file in (
         ("four", tmp_path / "two/config.yaml"),
@@ -243,7 +245,7 @@ def test_the_stage_begins_on_the_newest_snapshot(small_cache_copy: Path, make_co
         if run == "five":
             file.write_text(dump(settings("one")))
         written = load(file, [f"train.output={tmp_path / run}", "train.steps=1"])
-        stages.train.run(written, origin=tmp_path / "two", log=printed.append)
+        sana_pipe.stages.train.run(written, origin=tmp_path / "two", log=printed.append)
         assert state(run) == (new, 2, 1), "a file that was written out counts on"
 
 
@@ -253,18 +255,18 @@ def test_the_stage_begins_on_the_newest_snapshot(small_cache_copy: Path, make_co
 def test_epochs_are_counted_in_steps_of_the_snapshot(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
     """Three buckets of four pictures and batches of twelve, carried on: three steps in three epochs. A resumed run that
     is given more epochs goes on."""
-    import stages.train
+    import sana_pipe.stages.train
 
     def settings(*more: str) -> Config:
         return make_config(tmp_path, "train.save_every=2", "train.log_every=1", "train.optim.warmup_steps=0", *more)
 
     printed: list[str] = []
-    assert stages.train.run(settings("train.epochs=3"), log=printed.append).step == 3
+    assert sana_pipe.stages.train.run(settings("train.epochs=3"), log=printed.append).step == 3
     assert any(line.startswith("3 steps: train.epochs") for line in printed)
     assert "steps: 3\n" in (tmp_path / "run/config.yaml").read_text()
-    assert stages.train.run(settings("train.epochs=6"), resume="auto", log=printed.append).step == 6
+    assert sana_pipe.stages.train.run(settings("train.epochs=6"), resume="auto", log=printed.append).step == 6
     with pytest.raises(ConfigError, match=r"train\.epochs = 1"):
-        stages.train.run(settings("train.epochs=1", f"train.output={tmp_path / 'other'}"), log=printed.append)
+        sana_pipe.stages.train.run(settings("train.epochs=1", f"train.output={tmp_path / 'other'}"), log=printed.append)
 
 
 def test_steps_and_epochs_exclude_each_other(tmp_path: Path) -> None:
@@ -286,23 +288,23 @@ def test_steps_and_epochs_exclude_each_other(tmp_path: Path) -> None:
 @pytest.fixture
 def rounds(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> Callable[..., Config]:
     """`rounds("a", "train.steps=3")`: configurations of runs over a cache with snapshots `one` and `two`."""
-    import stages.bucket
+    import sana_pipe.stages.bucket
 
     common = ["train.save_every=2", "train.log_every=1", "train.optim.warmup_steps=1", "train.ema={decay: 0.9}"]
 
     def make(name: str, *settings: str) -> Config:
         return make_config(tmp_path, *common, f"train.output={tmp_path / 'run' / name}", *settings)
 
-    stages.bucket.run(make("a"), name="one")
-    stages.bucket.run(make_config(tmp_path, "bucket.batch=4"), name="two")
+    sana_pipe.stages.bucket.run(make("a"), name="one")
+    sana_pipe.stages.bucket.run(make_config(tmp_path, "bucket.batch=4"), name="two")
     return make
 
 
 def run_round(settings: Config, **options: Any) -> tuple[Report, list[str]]:
-    import stages.train
+    import sana_pipe.stages.train
 
     printed: list[str] = []
-    return stages.train.run(settings, log=printed.append, **options), printed
+    return sana_pipe.stages.train.run(settings, log=printed.append, **options), printed
 
 
 def summary_of(run: Path) -> dict[str, Any]:
@@ -405,11 +407,11 @@ def test_a_round_tells_what_the_one_before_was_validated_on_from_what_is_new(
     rounds: Callable[..., Config], make_config: Any, tmp_path: Path
 ) -> None:
     """A larger held-out share has the samples of a smaller one, and more."""
-    import stages.bucket
+    import sana_pipe.stages.bucket
 
     ids = []
     for name, share in (("first", 0.3), ("second", 0.7)):
-        stages.bucket.run(make_config(tmp_path, f"bucket.heldout={share}"), name=name)
+        sana_pipe.stages.bucket.run(make_config(tmp_path, f"bucket.heldout={share}"), name=name)
         ids.append(Cache(tmp_path / "cache").open_snapshot(f"{name}.heldout").id)
     a, b = (tmp_path / "run" / name for name in "ab")
     validated = "train.validation={every: 2, samples: 50}"
@@ -494,7 +496,7 @@ def with_phases(place: Path, config: Config, phases: Any) -> tuple[Path, list[st
 def test_the_commands_in_place_of_phases_train_them(rounds: Callable[..., Config], tmp_path: Path) -> None:
     from click.testing import CliRunner
 
-    from pipeline.cli import cli
+    from sana_pipe.cli import cli
 
     file, commands = with_phases(tmp_path / "mine.yaml", rounds("chain"), PHASES)
     for command in commands:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.train.models.sampler import SEED_STRIDE, Sampling, noise_of, pad_rows, prompt_noise, sample, scheduler
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_files import save_weights
+from sana_pipe.train.models.sampler import SEED_STRIDE, Sampling, noise_of, pad_rows, prompt_noise, sample, scheduler
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_files import save_weights
 from tests.support.hub_layouts import SMALL
 
 CONFIG = replace(SMALL, in_channels=4, out_channels=4, caption_channels=24)

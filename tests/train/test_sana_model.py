@@ -18,15 +18,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.train.kernels import linear_attention as kernel
-from pipeline.train.kernels.linear_attention import linear_attention
-from pipeline.train.models import sana_layers
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.sana_files import save_weights
-from pipeline.train.models.sana_init import initial_value
-from pipeline.train.models.sana_shape import deinterleave, interleave
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.train.kernels import linear_attention as kernel
+from sana_pipe.train.kernels.linear_attention import linear_attention
+from sana_pipe.train.models import sana_layers
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_files import save_weights
+from sana_pipe.train.models.sana_init import initial_value
+from sana_pipe.train.models.sana_shape import deinterleave, interleave
 from tests.support.tiny_sana import TINY, inputs, load_transformer, load_weights, make
 
 VARIANTS = {

@@ -12,16 +12,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.base.launch import Launch
-from pipeline.train.models import adapters
-from pipeline.train.models.adapters.lora import DoRA, LoRA
-from pipeline.train.models.config import FlowConfig
-from pipeline.train.parallel.mesh import open_mesh
-from pipeline.train.training import build, checkpoint, metrics
-from pipeline.train.training.assemble import Trainable, assemble
-from pipeline.train.training.base_weights import whole_weights
-from pipeline.train.training.metadata_reader import CheckpointError, read_metadata
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.base.launch import Launch
+from sana_pipe.train.models import adapters
+from sana_pipe.train.models.adapters.lora import DoRA, LoRA
+from sana_pipe.train.models.config import FlowConfig
+from sana_pipe.train.parallel.mesh import open_mesh
+from sana_pipe.train.training import build, checkpoint, metrics
+from sana_pipe.train.training.assemble import Trainable, assemble
+from sana_pipe.train.training.base_weights import whole_weights
+from sana_pipe.train.training.metadata_reader import CheckpointError, read_metadata
 from tests.support.checkpoints import load_model_state
 from tests.support.launched import run_worker
 from tests.support.low_rank import LAYER, Aligned, LowRank
@@ -140,13 +140,13 @@ def test_strategies_that_divide_matrices_and_blocks_are_refused_by_name(parallel
 
 @pytest.mark.slow
 def test_an_adapter_is_exported_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import stages.export
+    import sana_pipe.stages.export
 
     given = seams.settings(folder, "low rank, one")
     with pytest.raises(UserError, match="unknown kind"):
-        stages.export.run(given, "auto", tmp_path / "out")
+        sana_pipe.stages.export.run(given, "auto", tmp_path / "out")
     monkeypatch.setitem(adapters.KINDS, "low rank", "tests.support.low_rank:LowRank")
-    stages.export.run(given, "auto", tmp_path / "out")
+    sana_pipe.stages.export.run(given, "auto", tmp_path / "out")
     weights = load_model_state(folder / "low rank, one" / LAST)[1]
     stored = load_file(tmp_path / "out/low_rank.safetensors")
     assert stored.keys() == weights.keys() and all(torch.equal(stored[name], weights[name]) for name in stored)
@@ -244,13 +244,13 @@ def test_readers_draw_what_another_number_of_processes_has_resumed(launched: Pat
     """One process began it, two went on: diffusers, ComfyUI's rule and merged weights give one output."""
     from diffusers import SanaPipeline, SanaTransformer2DModel
 
-    import stages.export
+    import sana_pipe.stages.export
     from benchmarks.adapters import patched
 
     pytest.importorskip("peft")
     given, spec = seams.settings(launched, "dora, resumed"), tiny_run.model(seams.settings(launched, "dora")).config
     for form in ("diffusers", "comfyui"):
-        stages.export.run(given, "auto", tmp_path / form, form=form)
+        sana_pipe.stages.export.run(given, "auto", tmp_path / form, form=form)
     stored = checkpoint.ModelTensors(launched / "dora, resumed" / LAST)
     for name, strength in (("base", 0.0), ("merged", 1.0)):
         spec.save(
@@ -282,14 +282,14 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     small_cache_copy: Path, make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PixArt of diffusers: checked, planned, trained, resumed, drawn and exported; only `tests/support` names it."""
-    import stages.export
-    import stages.train
-    from pipeline.base import gpus
-    from pipeline.data.cache.cache import Cache
-    from pipeline.tools.planning import predict
-    from pipeline.tools.reporting.draw_latents import SnapshotTensors
-    from pipeline.train.models import spec
-    from pipeline.train.models.sampler import noise_of, pad_rows
+    import sana_pipe.stages.export
+    import sana_pipe.stages.train
+    from sana_pipe.base import gpus
+    from sana_pipe.data.cache.cache import Cache
+    from sana_pipe.tools.planning import predict
+    from sana_pipe.tools.reporting.draw_latents import SnapshotTensors
+    from sana_pipe.train.models import spec
+    from sana_pipe.train.models.sampler import noise_of, pad_rows
     from tests.support import pixart
     from tests.support.drawings import draw_for
 
@@ -312,9 +312,9 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     with pytest.raises(ConfigError, match="in_channels is 16"):
         given.check_widths("these latents", "another model", channels=4)
 
-    stages.train.run(config, log=lambda line: None)
+    sana_pipe.stages.train.run(config, log=lambda line: None)
     more = make_config(tmp_path, f"cache={small_cache_copy}", *options, "train.steps=3")
-    stages.train.run(more, resume="auto", log=lambda line: None)
+    sana_pipe.stages.train.run(more, resume="auto", log=lambda line: None)
     rows = metrics.read(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3] and all(row["model_tflops"] > 0 for row in rows)
     place = tmp_path / "run/checkpoints/step-00000003"
@@ -323,7 +323,7 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
     moved = {name for name, p in start.named_parameters() if not torch.equal(p, weights[name])}
     assert len(moved) > 0.9 * len(weights)
 
-    stages.export.run(more, "auto", tmp_path / "out")
+    sana_pipe.stages.export.run(more, "auto", tmp_path / "out")
     exported = pixart.PixArtTransformer2DModel.from_pretrained(tmp_path / "out/transformer")
     assert all(torch.equal(p, weights[name]) for name, p in exported.named_parameters())
     own = architecture.loaded(weights)
@@ -362,7 +362,7 @@ def test_another_architecture_goes_from_the_cache_to_an_export(
 
 
 def test_the_class_of_a_part_is_that_of_its_pipeline_or_of_its_configuration(tmp_path: Path) -> None:
-    from pipeline.tools.reporting.export_folder import class_of
+    from sana_pipe.tools.reporting.export_folder import class_of
 
     def named(**values: Any) -> list[str]:
         (tmp_path / "vae").mkdir(exist_ok=True)
@@ -380,9 +380,9 @@ def test_the_class_of_a_part_is_that_of_its_pipeline_or_of_its_configuration(tmp
 
 
 def test_a_plan_of_a_model_whose_shapes_depend_on_data_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.base import gpus
-    from pipeline.tools.planning import predict
-    from pipeline.train.models.sana import SanaTransformer
+    from sana_pipe.base import gpus
+    from sana_pipe.tools.planning import predict
+    from sana_pipe.train.models.sana import SanaTransformer
 
     forward = SanaTransformer.forward
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.base.errors import ConfigError
-from pipeline.train.parallel import mesh, tensor_parallel
-from pipeline.train.parallel.config import ParallelConfig
-from pipeline.train.parallel.parallelize import blocks_of
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.train.parallel import mesh, tensor_parallel
+from sana_pipe.train.parallel.config import ParallelConfig
+from sana_pipe.train.parallel.parallelize import blocks_of
 from tests.support.launched import found_by_size, run_worker
 from tests.support.workers import strategies, tiny_run
 

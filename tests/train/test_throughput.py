@@ -17,19 +17,19 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.base import gpus
-from pipeline.base.errors import ConfigError, ResourceError, UserError
-from pipeline.base.launch import Launch
-from pipeline.base.metrics import trackers
-from pipeline.base.metrics.textfile import store_counts
-from pipeline.cli import plan
-from pipeline.train.config import TrainConfig
-from pipeline.train.parallel.config import ParallelConfig
-from pipeline.train.parallel.mesh import Layout, open_mesh
-from pipeline.train.training import build, checks, memory, metrics, remedies, throughput
-from pipeline.train.training.config import EmaConfig, OptimConfig
-from pipeline.train.training.step import Outcome
-from pipeline.train.training.trainer import fit
+from sana_pipe.base import gpus
+from sana_pipe.base.errors import ConfigError, ResourceError, UserError
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.metrics import trackers
+from sana_pipe.base.metrics.textfile import store_counts
+from sana_pipe.cli import plan
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.parallel.config import ParallelConfig
+from sana_pipe.train.parallel.mesh import Layout, open_mesh
+from sana_pipe.train.training import build, checks, memory, metrics, remedies, throughput
+from sana_pipe.train.training.config import EmaConfig, OptimConfig
+from sana_pipe.train.training.step import Outcome
+from sana_pipe.train.training.trainer import fit
 from tests.support.messages import naming
 from tests.support.tiny_sana import TINY, inputs, make
 from tests.support.workers import tiny_run

@@ -28,29 +28,29 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.base import retrying
-from pipeline.base.errors import ConfigError, IntegrityError, UserError
-from pipeline.base.launch import Launch
-from pipeline.config import Config, written
-from pipeline.data.cache.cache import Cache
-from pipeline.data.loader.inputs import Inputs
-from pipeline.data.loader.loader import Batch, LoaderSettings
-from pipeline.data.snapshots.config import BucketConfig
-from pipeline.tools.planning.expectation import Expectation
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_files import save_weights
-from pipeline.train.parallel import collectives, data_parallel, mesh
-from pipeline.train.parallel.activation_checkpoint import apply_activation_checkpointing
-from pipeline.train.parallel.parallelize import ParallelModel, adjoining, parallelize
-from pipeline.train.parallel.shards import local
-from pipeline.train.training import build, checkpoint, checks, drawings, metrics, optimizers, stop_request
-from pipeline.train.training.config import OptimConfig
-from pipeline.train.training.objectives.flow import Flow
-from pipeline.train.training.profiling import tracing
-from pipeline.train.training.step import NonFiniteError, TrainStep, clip_factor
-from pipeline.train.training.trainer import closable, fit
-from stages.train import training_task
+from sana_pipe.base import retrying
+from sana_pipe.base.errors import ConfigError, IntegrityError, UserError
+from sana_pipe.base.launch import Launch
+from sana_pipe.config import Config, written
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.loader.inputs import Inputs
+from sana_pipe.data.loader.loader import Batch, LoaderSettings
+from sana_pipe.data.snapshots.config import BucketConfig
+from sana_pipe.stages.train import training_task
+from sana_pipe.tools.planning.expectation import Expectation
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_files import save_weights
+from sana_pipe.train.parallel import collectives, data_parallel, mesh
+from sana_pipe.train.parallel.activation_checkpoint import apply_activation_checkpointing
+from sana_pipe.train.parallel.parallelize import ParallelModel, adjoining, parallelize
+from sana_pipe.train.parallel.shards import local
+from sana_pipe.train.training import build, checkpoint, checks, drawings, metrics, optimizers, stop_request
+from sana_pipe.train.training.config import OptimConfig
+from sana_pipe.train.training.objectives.flow import Flow
+from sana_pipe.train.training.profiling import tracing
+from sana_pipe.train.training.step import NonFiniteError, TrainStep, clip_factor
+from sana_pipe.train.training.trainer import closable, fit
 from tests.support import tiny_cache
 from tests.support.checkpoints import load_model_state
 from tests.support.forked import Forked
@@ -346,12 +346,12 @@ def test_bf16_compute_on_fp32_parameters_is_the_bf16_model(monkeypatch: pytest.M
 
     monkeypatch.setattr(data_parallel, "MixedPrecisionPolicy", default)
     # The sinusoid of the model refuses a timestep that is not fp32; take that guard away as well.
-    monkeypatch.setattr("pipeline.train.models.sana_layers.timestep_sinusoid", _sinusoid_of_any_dtype())
+    monkeypatch.setattr("sana_pipe.train.models.sana_layers.timestep_sinusoid", _sinusoid_of_any_dtype())
     assert abs(_sharded_loss(settings) - expected) > 1e-3
 
 
 def _sinusoid_of_any_dtype() -> Any:
-    from pipeline.train.models import sana_layers
+    from sana_pipe.train.models import sana_layers
 
     original = sana_layers.timestep_sinusoid
     return lambda timesteps: original(timesteps.float())
@@ -1215,23 +1215,23 @@ def test_a_start_asks_whether_the_processes_agree(what: Any, tmp_path: Path, mon
 
 def test_the_stage_on_a_cache(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
     """From a real snapshot; a run that is resumed keeps its snapshot though the cache has a newer one."""
-    import stages.bucket
-    import stages.train
+    import sana_pipe.stages.bucket
+    import sana_pipe.stages.train
 
     few = ["train.save_every=2", "train.log_every=1", "train.optim.warmup_steps=0"]
     printed: list[str] = []
     first = make_config(tmp_path, *few, "train.steps=2")
-    report = stages.train.run(first, log=printed.append)
+    report = sana_pipe.stages.train.run(first, log=printed.append)
     assert report.step == 2
     assert "12 samples" in printed[0]
     mine = checkpoint.read_document(report.checkpoint).state.snapshot  # type: ignore[arg-type]
-    stages.bucket.run(make_config(tmp_path, "bucket.batch=6"))
+    sana_pipe.stages.bucket.run(make_config(tmp_path, "bucket.batch=6"))
     longer = make_config(tmp_path, *few, "train.steps=3")
     newest = Cache(longer.cache).open_snapshot(None).id
     assert newest != mine
     with pytest.raises(checkpoint.CheckpointError, match=f"(?s)snapshot.*{mine}.*{newest}"):
-        stages.train.run(longer, snapshot=newest, resume="auto", log=printed.append)
-    report = stages.train.run(longer, resume="auto", log=printed.append)
+        sana_pipe.stages.train.run(longer, snapshot=newest, resume="auto", log=printed.append)
+    report = sana_pipe.stages.train.run(longer, resume="auto", log=printed.append)
     assert report.step == 3
     assert checkpoint.read_document(report.checkpoint).state.snapshot == mine  # type: ignore[arg-type]
 
@@ -1276,7 +1276,7 @@ def test_the_loaders_get_every_option(small_cache: Path, make_config: Any, tmp_p
 
 def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_config: Any, tmp_path: Path) -> None:
     """Packed text trains as padded text does; a quarantined record is replaced, counted and written down."""
-    import stages.train
+    import sana_pipe.stages.train
 
     few = [
         f"cache={small_cache_copy}",
@@ -1291,7 +1291,9 @@ def test_packed_text_and_quarantine_on_a_cache(small_cache_copy: Path, make_conf
 
     def losses(name: str, *more: str, **options: Any) -> list[dict[str, Any]]:
         output = tmp_path / name
-        stages.train.run(make_config(tmp_path, *few, f"train.output={output}", *more), log=lambda line: None, **options)
+        sana_pipe.stages.train.run(
+            make_config(tmp_path, *few, f"train.output={output}", *more), log=lambda line: None, **options
+        )
         return metrics.read(output / "metrics.jsonl")
 
     padded = losses("padded")

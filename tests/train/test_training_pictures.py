@@ -24,25 +24,25 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import stages.bucket
-import stages.report
-import stages.sample
-import stages.train
-from pipeline.base import disk, processes
-from pipeline.base.errors import CacheError, ConfigError, UserError
-from pipeline.base.launch import Launch
-from pipeline.config import Config, dump
-from pipeline.data.cache import layout, prompts
-from pipeline.data.cache.cache import Cache
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.tools.planning import trace as tracing
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.config import SampleConfig
-from pipeline.train.parallel.mesh import Layout
-from pipeline.train.training import checkpoint, lock, metrics, throughput, trainer
-from pipeline.train.training import drawings as in_training
-from pipeline.train.training.task import Report, TrainingTask
+import sana_pipe.stages.bucket
+import sana_pipe.stages.report
+import sana_pipe.stages.sample
+import sana_pipe.stages.train
+from sana_pipe.base import disk, processes
+from sana_pipe.base.errors import CacheError, ConfigError, UserError
+from sana_pipe.base.launch import Launch
+from sana_pipe.config import Config, dump
+from sana_pipe.data.cache import layout, prompts
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.tools.planning import trace as tracing
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.config import SampleConfig
+from sana_pipe.train.parallel.mesh import Layout
+from sana_pipe.train.training import checkpoint, lock, metrics, throughput, trainer
+from sana_pipe.train.training import drawings as in_training
+from sana_pipe.train.training.task import Report, TrainingTask
 from tests.support.checkpoints import load_model_state
 from tests.support.drawings import draw_prompts
 from tests.support.foreign_lock import ELSEWHERE, plant
@@ -172,7 +172,7 @@ def test_the_training_does_not_notice(precision: str, tmp_path: Path, monkeypatc
 def test_dropout_is_off_and_blocks_run_uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dropout(monkeypatch)
     counter = CompileCounterWithBackend("eager")
-    monkeypatch.setattr("pipeline.train.parallel.parallelize.COMPILE_BACKEND", counter)
+    monkeypatch.setattr("sana_pipe.train.parallel.parallelize.COMPILE_BACKEND", counter)
     config = settings(tmp_path / "run", 1, compile="block")
     run(config)
     assert counter.frame_count == 2, "blocks, and what prepares text and timestep"
@@ -389,18 +389,18 @@ def publish(cache: Cache) -> tuple[TextEncoding, list[bytes], prompts.PromptSet]
 
 def test_the_stage_opens_the_prompt_set_of_the_snapshots_encoding(small: Callable[..., Config]) -> None:
     config = small()
-    snapshot = stages.bucket.run(config)
+    snapshot = sana_pipe.stages.bucket.run(config)
     cache = Cache(config.cache)
     output = Path(config.train.output)
     with pytest.raises(CacheError, match="'other'"):
-        stages.train.run(small("train.pictures.prompts=other"))
+        sana_pipe.stages.train.run(small("train.pictures.prompts=other"))
     encoding, keys, published = publish(cache)
     with pytest.raises(ConfigError, match="multiples of"):
-        stages.train.run(small("train.pictures.size=[65, 64]"))
+        sana_pipe.stages.train.run(small("train.pictures.size=[65, 64]"))
     assert not output.exists()
 
     printed: list[str] = []
-    stages.train.run(config, log=printed.append)
+    sana_pipe.stages.train.run(config, log=printed.append)
     assert any(line == f"pictures: 3 prompts of set {published.id[:12]}, every 1 steps" for line in printed)
     latents, description = drawn(output, 1)
     opened = cache.open_snapshot(snapshot)
@@ -420,11 +420,11 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_encoding(small: Callabl
     assert newer is not None
     for more, expected_set in (((), published), (("train.pictures={every: 1, prompts: prompts}",), newer)):
         steps = len(files(config))
-        stages.train.run(small(f"train.steps={steps}", *more), resume="auto", log=printed.append)
+        sana_pipe.stages.train.run(small(f"train.steps={steps}", *more), resume="auto", log=printed.append)
         assert drawn(output, steps)[1]["prompt_set"] == expected_set.id
     assert len([line for line in printed if line.startswith("changed since") and "prompts" in line]) == 1
 
-    stages.sample.watch(config, output, once=True)
+    sana_pipe.stages.sample.watch(config, output, once=True)
     decoded = sorted(str(path.relative_to(output)) for path in output.glob("pictures/step-*/*.png"))
     assert decoded == [f"pictures/step-{step:08d}/{number:04d}.png" for step in range(3) for number in range(3)] + [
         "pictures/step-00000003/0000.png"
@@ -433,10 +433,10 @@ def test_the_stage_opens_the_prompt_set_of_the_snapshots_encoding(small: Callabl
 
 def test_without_a_prompt_set_captions_of_the_snapshot_are_drawn(small: Callable[..., Config]) -> None:
     config = small()
-    stages.bucket.run(config)
+    sana_pipe.stages.bucket.run(config)
     cache, output, printed = Cache(config.cache), Path(config.train.output), list[str]()
     opened = cache.open_snapshot()
-    assert stages.train.run(config, log=printed.append).step == 1
+    assert sana_pipe.stages.train.run(config, log=printed.append).step == 1
     latents, description = drawn(output, 1)
     count = len(description["prompts"])
     assert f"pictures: {count} captions of the snapshot, every 1 steps" in printed
@@ -457,7 +457,7 @@ def test_without_a_prompt_set_captions_of_the_snapshot_are_drawn(small: Callable
     _, keys, published = publish(cache)
     trigger = prompts.publish(cache, prompts.TRIGGER, published.encoding, ["sks, at sea"], keys[:1])
     assert trigger is not None
-    stages.train.run(small("train.steps=2"), resume="auto", log=printed.append)
+    sana_pipe.stages.train.run(small("train.steps=2"), resume="auto", log=printed.append)
     assert drawn(output, 2)[1]["prompts"] == [*description["prompts"], "sks, at sea"]
     assert not [line for line in printed if line.startswith("changed since") and "prompts" in line]
 
@@ -501,7 +501,7 @@ def test_captions_of_a_snapshot_are_spread_without_repetitions_and_empty_ones() 
 def test_a_run_ends_with_its_pictures_and_its_page(small: Callable[..., Config], tmp_path: Path, lost: bool) -> None:
     """Real processes. A VAE that is not there fails no run."""
     config = small(*(["vae.id=" + str(tmp_path / "gone")] if lost else []))
-    stages.bucket.run(small())
+    sana_pipe.stages.bucket.run(small())
     (tmp_path / "mine.yaml").write_text(dump(config))
     words = processes.command("train", "--config", str(tmp_path / "mine.yaml"))
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
@@ -540,7 +540,7 @@ time.sleep(60)
 
     thread = threading.Thread(target=send)
     thread.start()
-    assert stages.report.finish(small(), tmp_path / "run", "run/config.yaml") == code
+    assert sana_pipe.stages.report.finish(small(), tmp_path / "run", "run/config.yaml") == code
     thread.join()
     assert ended.exists()
     again = f"sana-pipe sample --watch {tmp_path / 'run'} --once --config run/config.yaml"
@@ -550,20 +550,20 @@ time.sleep(60)
 
 def test_the_page_follows_a_finished_run_alone(small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[tuple[str, ...]] = []
-    monkeypatch.setattr(stages.train, "follow_with", lambda *words: followed.append(words))
+    monkeypatch.setattr(sana_pipe.stages.train, "follow_with", lambda *words: followed.append(words))
     config = small()
-    stages.bucket.run(config)
+    sana_pipe.stages.bucket.run(config)
     output = config.train.output
 
     def train(*changes: str) -> None:
-        stages.train.run(small(*changes), resume="auto", log=lambda line: None)
+        sana_pipe.stages.train.run(small(*changes), resume="auto", log=lambda line: None)
 
     with monkeypatch.context() as nodes:
-        nodes.setattr(stages.train, "reopening", lambda launch, patience_s: replace(launch, local_world=2))
+        nodes.setattr(sana_pipe.stages.train, "reopening", lambda launch, patience_s: replace(launch, local_world=2))
         train()
     train("train.steps=2", "train.pictures=null", f"train.output={output}-other")
     assert not followed
-    with mock.patch.object(trainer, "fit"), mock.patch.object(stages.train, "fit") as fit:
+    with mock.patch.object(trainer, "fit"), mock.patch.object(sana_pipe.stages.train, "fit") as fit:
         fit.return_value = Report(1, Path(output) / "checkpoints/step-00000001", None, "SIGTERM")
         train("train.steps=2")
     assert not followed, "a stop request leaves little time"
@@ -574,11 +574,11 @@ def test_the_page_follows_a_finished_run_alone(small: Callable[..., Config], mon
 def test_sample_draws_in_bf16_what_the_training_drew(small: Callable[..., Config]) -> None:
     """With the precision between the blocks and the numerics of the training, whatever is configured now."""
     config = small("train.precision=bf16", "train.numerics=nvlabs", "train.optim.lr=0.01")
-    stages.bucket.run(config)
+    sana_pipe.stages.bucket.run(config)
     cache = Cache(config.cache)
     published = publish(cache)[2]
     output = Path(config.train.output)
-    stages.train.run(config)
+    sana_pipe.stages.train.run(config)
     latents, _ = drawn(output, 1)
     folder = output / "checkpoints/step-00000001"
     document = checkpoint.read_document(folder)
@@ -592,7 +592,7 @@ def test_sample_draws_in_bf16_what_the_training_drew(small: Callable[..., Config
 
 def test_a_prompt_set_of_another_encoding_is_refused(small: Callable[..., Config]) -> None:
     config = small()
-    stages.bucket.run(config)
+    sana_pipe.stages.bucket.run(config)
     cache = Cache(config.cache)
     (encoding,) = cache.encodings("text")
     assert isinstance(encoding, TextEncoding)
@@ -603,7 +603,7 @@ def test_a_prompt_set_of_another_encoding_is_refused(small: Callable[..., Config
     place = layout.Paths.numbered(layout.Paths.prompts("prompts"), 0)
     cache.files.put(place, layout.seal({**cache.files.document(ours.path), "name": "prompts", "text": other.name}))
     with pytest.raises(CacheError, match=naming("text encoding", "instruction")):
-        stages.train.run(config)
+        sana_pipe.stages.train.run(config)
     assert not Path(config.train.output).exists()
 
 

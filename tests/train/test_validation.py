@@ -21,23 +21,23 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import stages.bucket
-import stages.pack
-import stages.train
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.base.launch import Launch
-from pipeline.config import Config
-from pipeline.data.cache.cache import Cache
-from pipeline.data.loader.inputs import Inputs
-from pipeline.data.loader.loader import Batch, LoaderSettings
-from pipeline.data.loader.validation_loader import FixedOrder, ValidationLoader
-from pipeline.data.snapshots import heldout
-from pipeline.train.models.flow_matching import FlowMatching, equidistant
-from pipeline.train.parallel.mesh import Layout
-from pipeline.train.training import checkpoint, lock, metrics, trainer
-from pipeline.train.training.config import EmaConfig
-from pipeline.train.training.ema import EMA
-from pipeline.train.training.task import Report, TrainingTask
+import sana_pipe.stages.bucket
+import sana_pipe.stages.pack
+import sana_pipe.stages.train
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.base.launch import Launch
+from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.loader.inputs import Inputs
+from sana_pipe.data.loader.loader import Batch, LoaderSettings
+from sana_pipe.data.loader.validation_loader import FixedOrder, ValidationLoader
+from sana_pipe.data.snapshots import heldout
+from sana_pipe.train.models.flow_matching import FlowMatching, equidistant
+from sana_pipe.train.parallel.mesh import Layout
+from sana_pipe.train.training import checkpoint, lock, metrics, trainer
+from sana_pipe.train.training.config import EmaConfig
+from sana_pipe.train.training.ema import EMA
+from sana_pipe.train.training.task import Report, TrainingTask
 from tests.support import tiny_cache
 from tests.support.checkpoints import load_model_state
 from tests.support.foreign_lock import ELSEWHERE, plant
@@ -172,7 +172,7 @@ def test_the_training_does_not_notice(
 @pytest.mark.slow
 def test_no_graph_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("eager")
-    monkeypatch.setattr("pipeline.train.parallel.parallelize.COMPILE_BACKEND", counter)
+    monkeypatch.setattr("sana_pipe.train.parallel.parallelize.COMPILE_BACKEND", counter)
     config = settings(tmp_path / "run", 2, compile="block")
     run(config)
     assert (counter.frame_count, len(rows(config))) == (2, 3), "blocks, and what prepares text and timestep"
@@ -451,48 +451,48 @@ def small(make_config: Callable[..., Config], small_cache_copy: Path) -> Callabl
 
 def test_the_held_out_part_belongs_to_the_snapshot(small: Callable[..., Config], tmp_path: Path) -> None:
     config = small("bucket.heldout=0.3")
-    trained = stages.bucket.run(config)
+    trained = sana_pipe.stages.bucket.run(config)
     cache = Cache(config.cache)
     part = cache.snapshot_of("latest.heldout")
     assert heldout.find(cache, cache.open_snapshot()) == part
     printed: list[str] = []
-    stages.train.run(config, log=printed.append)
+    sana_pipe.stages.train.run(config, log=printed.append)
     assert {row["snapshot"] for row in rows(config)} == {part}
     assert cache.names_of(part or "") == sorted(["latest.heldout", f"trained-{part[:16]}"] if part else [])
     # Nor does the part of another snapshot to which a name has moved.
     cache.point("run", trained)
     cache.point("run.heldout", part)
-    stages.bucket.run(small("bucket.heldout=0.3", "bucket.filter='width < height'"))
+    sana_pipe.stages.bucket.run(small("bucket.heldout=0.3", "bucket.filter='width < height'"))
     assert cache.snapshot_of("latest.heldout") != part
     cache.point("latest", trained, move=True)
     assert heldout.find(cache, cache.open_snapshot(trained)) == part
     for name in ("run", "run.heldout"):
         cache.forget_name(name)
     # A newer part does not take its place in a run that is resumed.
-    newer = stages.bucket.run(small("bucket.heldout=0.5"))
+    newer = sana_pipe.stages.bucket.run(small("bucket.heldout=0.5"))
     assert heldout.find(cache, cache.open_snapshot(trained)) == part, "training has named it"
     cache.point("latest", trained, move=True)
     assert heldout.find(cache, cache.open_snapshot(trained)) == part, "`latest.heldout` is the newer one's"
     cache.point("latest", newer, move=True)
-    stages.train.run(small("train.steps=3"), resume="auto", log=printed.append)
+    sana_pipe.stages.train.run(small("train.steps=3"), resume="auto", log=printed.append)
     assert {row["snapshot"] for row in rows(config)} == {part}
     assert not [line for line in printed if line.startswith("changed since") and "snapshot" in line]
     # Without the option a line says that there is one.
-    stages.train.run(small("train.validation=null", f"train.output={tmp_path / 'other'}"), log=printed.append)
+    sana_pipe.stages.train.run(small("train.validation=null", f"train.output={tmp_path / 'other'}"), log=printed.append)
     assert any("train.validation={}" in line for line in printed)
 
 
 def test_a_packed_snapshot_is_validated_as_its_source(small: Callable[..., Config], tmp_path: Path) -> None:
     """Also when `bucket` has moved `latest.heldout` since: the same samples, and at step 0 the same loss."""
     config = small("bucket.heldout=0.3")
-    source = stages.bucket.run(config)
+    source = sana_pipe.stages.bucket.run(config)
     part = Cache(config.cache).snapshot_of("latest.heldout")
-    packed = stages.pack.run(config)
-    stages.bucket.run(small("bucket.heldout=0.3", "bucket.filter='width < height'"))
+    packed = sana_pipe.stages.pack.run(config)
+    sana_pipe.stages.bucket.run(small("bucket.heldout=0.3", "bucket.filter='width < height'"))
     starts = []
     for name in (source, packed):
         run = small(f"train.output={tmp_path / str(name)}")
-        stages.train.run(run, snapshot=name, log=lambda line: None)
+        sana_pipe.stages.train.run(run, snapshot=name, log=lambda line: None)
         assert {row["snapshot"] for row in rows(run)} == {part}
         assert [row["step"] for row in rows(run)] == [0, 1, 2]
         starts.append(rows(run)[0]["loss"])
@@ -501,11 +501,11 @@ def test_a_packed_snapshot_is_validated_as_its_source(small: Callable[..., Confi
 
 def test_no_option_of_the_training_changes_the_samples(small: Callable[..., Config]) -> None:
     config = small("bucket.heldout=0.3")
-    stages.bucket.run(config)
+    sana_pipe.stages.bucket.run(config)
     cache, found = Cache(config.cache), []
     part = cache.open_snapshot("latest.heldout")
     for other in ((), ("train.caption_drop=1.0", "train.seed=5", "train.length_window=3")):
-        samples = stages.train.training_task(
+        samples = sana_pipe.stages.train.training_task(
             small(*other), Inputs(cache.open_snapshot(), 64, part, phase=2 * bool(other)), Launch()
         ).validation
         assert samples is not None
@@ -519,20 +519,20 @@ def test_no_option_of_the_training_changes_the_samples(small: Callable[..., Conf
 
 def test_what_cannot_validate_is_refused(small: Callable[..., Config]) -> None:
     plain = small()
-    stages.bucket.run(plain, name="all")
+    sana_pipe.stages.bucket.run(plain, name="all")
     with pytest.raises(ConfigError, match=naming("train.validation", "sana-pipe bucket --set bucket.heldout")):
-        stages.train.run(plain)
-    stages.bucket.run(small("bucket.heldout=0.3"), name="some")
+        sana_pipe.stages.train.run(plain)
+    sana_pipe.stages.bucket.run(small("bucket.heldout=0.3"), name="some")
     cache = Cache(plain.cache)
     every, part = cache.open_snapshot("all"), cache.open_snapshot("some.heldout")
     with pytest.raises(ConfigError, match=f"{len(part)} of the {len(part)} samples .* are trained on"):
-        stages.train.run(small("train.validation.snapshot=some.heldout"), snapshot="all")
+        sana_pipe.stages.train.run(small("train.validation.snapshot=some.heldout"), snapshot="all")
     assert not (Path(plain.train.output) / "checkpoints").exists()
     with pytest.raises(ConfigError, match="are trained on"):
         heldout.check_disjoint(cache.open_snapshot("some"), every)
     heldout.check_disjoint(cache.open_snapshot("some"), part)
     for name, shape in (("tall", "width < height"), ("wide", "width >= height")):
-        stages.bucket.run(small(f"bucket.filter='{shape}'"), name=name)
+        sana_pipe.stages.bucket.run(small(f"bucket.filter='{shape}'"), name=name)
     heldout.check_disjoint(cache.open_snapshot("tall"), cache.open_snapshot("wide"))
 
 

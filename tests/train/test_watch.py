@@ -20,17 +20,17 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import stages.sample
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.base.launch import Gpus
-from pipeline.config import Config
-from pipeline.data.encoders import vae as encoders
-from pipeline.data.signals import Encoders
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.tools.reporting import run_pictures
-from pipeline.tools.reporting.run_pictures import Drawing, Watcher
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.training import lock
+import sana_pipe.stages.sample
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.base.launch import Gpus
+from sana_pipe.config import Config
+from sana_pipe.data.encoders import vae as encoders
+from sana_pipe.data.signals import Encoders
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.tools.reporting import run_pictures
+from sana_pipe.tools.reporting.run_pictures import Drawing, Watcher
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.training import lock
 from tests.support.drawings import draw
 from tests.support.foreign_lock import ELSEWHERE, plant
 from tests.support.messages import naming
@@ -76,9 +76,9 @@ def test_pictures_reach_tensorboard_once_and_a_broken_tracker_ends_nothing(
     config = config.with_train(trackers=["tensorboard"])
     first = draw(run, 100, encoding)
     for _ in range(2):
-        stages.sample.watch(config, run, once=True)
+        sana_pipe.stages.sample.watch(config, run, once=True)
     draw(run, 200, encoding)
-    stages.sample.watch(config, run, once=True)
+    sana_pipe.stages.sample.watch(config, run, once=True)
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0})
     events.Reload()
     names = decoded(first)
@@ -92,7 +92,7 @@ def test_pictures_reach_tensorboard_once_and_a_broken_tracker_ends_nothing(
     monkeypatch.setattr(tracking.TensorBoardTracker, "log_images", refuse)
     capsys.readouterr()
     made = draw(run, 300, encoding)
-    stages.sample.watch(config, run, once=True)
+    sana_pipe.stages.sample.watch(config, run, once=True)
     assert decoded(made) and "tensorboard" in capsys.readouterr().out
 
 
@@ -102,7 +102,7 @@ def test_each_drawing_is_decoded_once_without_the_transformer(
     monkeypatch.setattr(SanaTransformer, "__init__", refuse)
     monkeypatch.setattr(encoders.LatentEncoder, "load", refuse)
     paths = [draw(run, 100, encoding), draw(run / "second", 200, encoding)]
-    stages.sample.watch(config, run, once=True)
+    sana_pipe.stages.sample.watch(config, run, once=True)
     decoder = encoders.LatentDecoder.load(config.vae, "cpu")
     for path in paths:
         for name, latent in load_file(path).items():
@@ -114,12 +114,12 @@ def test_each_drawing_is_decoded_once_without_the_transformer(
 
     with monkeypatch.context() as patch:
         patch.setattr(encoders.LatentDecoder, "load", refuse)
-        stages.sample.watch(config, run, once=True)
+        sana_pipe.stages.sample.watch(config, run, once=True)
     before = (paths[0].with_suffix("") / "0000.png").read_bytes()
     draw(run, 100, encoding, seed=1)  # a resumed training has drawn the step again
     assert Drawing.read(paths[0]).pictures() is None, "pictures of another drawing do not count"
     (paths[1].with_suffix("") / "decoded.json").unlink()  # killed before the end
-    stages.sample.watch(config, run, once=True)
+    sana_pipe.stages.sample.watch(config, run, once=True)
     assert (paths[0].with_suffix("") / "0000.png").read_bytes() != before and decoded(paths[0]) and decoded(paths[1])
 
 
@@ -137,11 +137,11 @@ def test_drawings_of_another_vae_are_refused(
     other = config.model_copy(update={"vae": config.vae.model_copy(update={"id": str(vae.parent)})})
     path = draw(run, 100, encoding)
     with pytest.raises(ConfigError, match="another VAE") as refused:
-        stages.sample.watch(other, run, once=True)
+        sana_pipe.stages.sample.watch(other, run, once=True)
     assert "weights" in str(refused.value.found) and not path.with_suffix("").exists()
     draw(run, 100, encoding, latent=None)
     with pytest.raises(ConfigError, match="another VAE"):
-        stages.sample.watch(config, run, once=True)
+        sana_pipe.stages.sample.watch(config, run, once=True)
 
 
 def test_a_latent_that_is_not_finite_has_no_picture(
@@ -152,7 +152,7 @@ def test_a_latent_that_is_not_finite_has_no_picture(
     with safe_open(path, "pt") as file:
         described = file.metadata()
     save_file({**tensors, "0000": torch.full_like(tensors["0000"], float("nan"))}, path, described)
-    stages.sample.watch(config, run, once=True)
+    sana_pipe.stages.sample.watch(config, run, once=True)
     assert decoded(path) == {"0000": None, "0001": path.with_suffix("") / "0001.png"}
     assert "0000 has no picture" in capsys.readouterr().out
 
@@ -163,7 +163,7 @@ def test_a_damaged_file_is_named_and_stops_no_other(config: Config, encoding: La
     bad[0].write_bytes(good.read_bytes()[:-100])
     bad[1].write_bytes(b"not safetensors")
     with pytest.raises(UserError) as refused:
-        stages.sample.watch(config, run, once=True)
+        sana_pipe.stages.sample.watch(config, run, once=True)
     assert all(str(path) in str(refused.value.found) for path in bad) and decoded(good)
 
 
@@ -202,7 +202,7 @@ def test_the_watcher_decodes_what_appears_and_ends_by_a_signal(
 def test_a_run_without_drawings_is_an_error_with_once(config: Config, run: Path) -> None:
     for _ in ("not there", "empty"):
         with pytest.raises(UserError, match=naming(run, "--watch", "train.pictures")):
-            stages.sample.watch(config, run, once=True)
+            sana_pipe.stages.sample.watch(config, run, once=True)
         run.mkdir(parents=True, exist_ok=True)
 
 
@@ -229,11 +229,11 @@ def test_the_gpu_is_left_to_a_training_that_is_alive_on_this_host(
     monkeypatch.setattr(Watcher, "watch", lambda self, once: self.device())
     config = config.model_copy(update={"encode": config.encode.model_copy(update={"device": asked})})
     plant(run, replace(ELSEWHERE, host=host), untouched_s=untouched_s)
-    stages.sample.watch(config, run)
+    sana_pipe.stages.sample.watch(config, run)
     below = run / "first"
     below.mkdir()
     (run / lock.NAME).rename(below / lock.NAME)
-    stages.sample.watch(config, run)
+    sana_pipe.stages.sample.watch(config, run)
     assert chosen == [taken, taken]
 
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from benchmarks.adapters import patched
-from pipeline.base.errors import ConfigError
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.adapters import Merged, adapter_of, files
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.adapters import Merged, adapter_of, files
 from tests.support.tiny_zimage import TINY, inputs, predicted, reference, save
 
 BATCH = inputs(8, 12, (5, 33), 40)

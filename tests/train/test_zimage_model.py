@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.train.models.sampler import Sampling, sample
-from pipeline.train.models.spec import Call, spec_at, spec_of
-from pipeline.train.models.zimage_config import ZImageConfig
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.train.models.sampler import Sampling, sample
+from sana_pipe.train.models.spec import Call, spec_at, spec_of
+from sana_pipe.train.models.zimage_config import ZImageConfig
 from tests.support.tiny_zimage import TINY, inputs, predicted, reference, save, weights
 
 BATCHES = (

@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.base.errors import ConfigError
-from pipeline.base.gpus import GIB, card
-from pipeline.base.launch import Launch
-from pipeline.data.snapshots.config import BucketConfig
-from pipeline.data.sources.config import DataConfig
-from pipeline.tools.planning import predict
-from pipeline.tools.planning.trace import Shape, Traced
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.config import ModelConfig
-from pipeline.train.models.spec import spec_at
-from pipeline.train.models.zimage_config import ZImageConfig
-from pipeline.train.parallel import parallelize
-from pipeline.train.parallel.mesh import check_sizes
-from pipeline.train.training import checkpoint, metrics
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.base.gpus import GIB, card
+from sana_pipe.base.launch import Launch
+from sana_pipe.data.snapshots.config import BucketConfig
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.tools.planning import predict
+from sana_pipe.tools.planning.trace import Shape, Traced
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.config import ModelConfig
+from sana_pipe.train.models.spec import spec_at
+from sana_pipe.train.models.zimage_config import ZImageConfig
+from sana_pipe.train.parallel import parallelize
+from sana_pipe.train.parallel.mesh import check_sizes
+from sana_pipe.train.training import checkpoint, metrics
+from sana_pipe.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.launched import run_worker
 from tests.support.tiny_zimage import TINY, save
@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused_before_the_training(tmp_path: Path) -> Non
 
 
 def tiny_launch(world: int) -> Any:
-    from pipeline.base.launch import Launch
+    from sana_pipe.base.launch import Launch
 
     return Launch(rank=0, world=world, local_rank=0, local_world=world)
 
@@ -154,7 +154,7 @@ def test_a_distilled_base_is_refused_by_the_name_that_diffusers_wrote(tmp_path: 
 @pytest.mark.slow
 def test_a_prediction_extrapolates_over_the_layers_alone() -> None:
     """Refiners are computed, not counted as layers: the same prediction as of the whole model."""
-    from pipeline.tools.planning import trace
+    from sana_pipe.tools.planning import trace
 
     train = zimage.settings(Path("unused"), "lora", "one").train.model_copy(update={"microbatch": 2})
     shape, layout = Shape(16, 16, 64, 2), check_sizes(train.parallel, 1)

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import UserError
-from pipeline.base.metrics.trackers import Trackers
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.metrics.trackers import Trackers
 
 _TAIL = 1 << 16
 """Bytes at the end of a file in which `last` looks for a row."""

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pipeline.base import counters
-from pipeline.base.disk import make_folder, replacing
-from pipeline.base.processes import beating
+from sana_pipe.base import counters
+from sana_pipe.base.disk import make_folder, replacing
+from sana_pipe.base.processes import beating
 
 RENEW_S = 15.0
 """Seconds between two writes when no row comes: the usual scrape interval."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.base.errors import UserError, machine_error
-from pipeline.base.options import flat
+from sana_pipe.base.errors import UserError, machine_error
+from sana_pipe.base.options import flat
 
 if TYPE_CHECKING:
     from PIL import Image

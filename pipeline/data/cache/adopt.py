@@ -14,12 +14,12 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from pipeline.base.disk import cache_errors, sync
-from pipeline.base.errors import IntegrityError
-from pipeline.data.cache import index
-from pipeline.data.cache.cache import Cache, Unit, WorkList
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.layout import Paths
+from sana_pipe.base.disk import cache_errors, sync
+from sana_pipe.base.errors import IntegrityError
+from sana_pipe.data.cache import index
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.layout import Paths
 
 
 def adopt(cache: Cache, other: Cache, encoding: str, shards: set[str]) -> None:

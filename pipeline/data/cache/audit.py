@@ -18,13 +18,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.errors import CacheError, IntegrityError
-from pipeline.data.cache import copies, index, shard
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.contradictions import contradictions
-from pipeline.data.cache.encodings import encoding_class
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.findings import (
+from sana_pipe.base.errors import CacheError, IntegrityError
+from sana_pipe.data.cache import copies, index, shard
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.contradictions import contradictions
+from sana_pipe.data.cache.encodings import encoding_class
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.findings import (
     GC,
     Finding,
     Replaced,
@@ -34,12 +34,12 @@ from pipeline.data.cache.findings import (
     named_snapshots,
     skip_damaged,
 )
-from pipeline.data.cache.keys import as_keys, binary, fixed
-from pipeline.data.cache.layout import REPAIR, Paths, is_document
-from pipeline.data.cache.references import Reference, references, tables_of_head
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_head import Head, TextPlace, check_files
-from pipeline.data.cache.snapshot_samples import RecordPlace
+from sana_pipe.data.cache.keys import as_keys, binary, fixed
+from sana_pipe.data.cache.layout import REPAIR, Paths, is_document
+from sana_pipe.data.cache.references import Reference, references, tables_of_head
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_head import Head, TextPlace, check_files
+from sana_pipe.data.cache.snapshot_samples import RecordPlace
 
 OnFileRead = Callable[[int], None]
 """A function that takes the size in bytes of each file that was read."""

@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.base.errors import CacheError, IntegrityError, UserError
-from pipeline.base.retrying import PATIENCE_S
-from pipeline.base.urls import strip_credentials
-from pipeline.data.cache import copies, index, layout
-from pipeline.data.cache.arrow import parquet_batches, write_parquet
-from pipeline.data.cache.config import MirrorConfig
-from pipeline.data.cache.encodings import Encoding, encoding_class
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_head import Head, check_files
-from pipeline.data.cache.snapshot_lists import ENTRIES, EntryList, publish
+from sana_pipe.base.errors import CacheError, IntegrityError, UserError
+from sana_pipe.base.retrying import PATIENCE_S
+from sana_pipe.base.urls import strip_credentials
+from sana_pipe.data.cache import copies, index, layout
+from sana_pipe.data.cache.arrow import parquet_batches, write_parquet
+from sana_pipe.data.cache.config import MirrorConfig
+from sana_pipe.data.cache.encodings import Encoding, encoding_class
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_head import Head, check_files
+from sana_pipe.data.cache.snapshot_lists import ENTRIES, EntryList, publish
 
 FORGOTTEN = "forgotten"
 """Key in a scan or prompt set document: the source, or the set, was forgotten and is not used any more."""

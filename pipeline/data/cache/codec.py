@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import zstandard
 
-from pipeline.base.errors import CacheError, IntegrityError
-from pipeline.data.cache import layout
-from pipeline.data.cache.encodings import Encoding, encoding_class
-from pipeline.data.cache.files import Files
+from sana_pipe.base.errors import CacheError, IntegrityError
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.encodings import Encoding, encoding_class
+from sana_pipe.data.cache.files import Files
 
 PLAIN, LOSSLESS, INT8 = "bf16", "bf16-zstd", "int8"
 STORAGES = (PLAIN, LOSSLESS, INT8)

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.base.errors import IntegrityError
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.encodings import pictures_of
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_samples import CHUNK_ROWS, Columns
+from sana_pipe.base.errors import IntegrityError
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.encodings import pictures_of
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_samples import CHUNK_ROWS, Columns
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.base.config import LocalPath, Section
+from sana_pipe.base.config import LocalPath, Section
 
 Storage = Literal["bf16", "bf16-zstd", "int8"]
 

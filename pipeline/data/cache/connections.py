@@ -15,10 +15,10 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from pipeline.base import retrying
-from pipeline.base.disk import is_out_of_resources
-from pipeline.base.errors import AwayError, UserError
-from pipeline.base.urls import strip_credentials
+from sana_pipe.base import retrying
+from sana_pipe.base.disk import is_out_of_resources
+from sana_pipe.base.errors import AwayError, UserError
+from sana_pipe.base.urls import strip_credentials
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
 _SECRETS = {

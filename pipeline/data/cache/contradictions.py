@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from functools import cache as run_once
 from pathlib import PurePosixPath
 
-from pipeline.base.errors import CacheError
-from pipeline.data.cache import copies, index, shard
-from pipeline.data.cache.cache import Cache, list_of
-from pipeline.data.cache.findings import (
+from sana_pipe.base.errors import CacheError
+from sana_pipe.data.cache import copies, index, shard
+from sana_pipe.data.cache.cache import Cache, list_of
+from sana_pipe.data.cache.findings import (
     BACKUP,
     Finding,
     damage_only,
@@ -21,9 +21,9 @@ from pipeline.data.cache.findings import (
     named_snapshots,
     skip_damaged,
 )
-from pipeline.data.cache.keys import Digests, fixed
-from pipeline.data.cache.layout import BUCKET, ENCODE, PACKED, Paths
-from pipeline.data.cache.references import owners, plan_count
+from sana_pipe.data.cache.keys import Digests, fixed
+from sana_pipe.data.cache.layout import BUCKET, ENCODE, PACKED, Paths
+from sana_pipe.data.cache.references import owners, plan_count
 
 
 def contradictions(cache: Cache) -> Iterator[Finding]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.base.errors import IntegrityError
-from pipeline.data.cache import layout
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.layout import Paths
+from sana_pipe.base.errors import IntegrityError
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.layout import Paths
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import pyarrow as pa
 
-from pipeline.base.errors import CacheError, IntegrityError
-from pipeline.data.cache import layout
-from pipeline.data.cache.keys import binary, digests_of, framed_all
-from pipeline.data.cache.layout import digest, framed
+from sana_pipe.base.errors import CacheError, IntegrityError
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.keys import binary, digests_of, framed_all
+from sana_pipe.data.cache.layout import digest, framed
 
-SIGNALS = "pipeline.data.signals"
+SIGNALS = "sana_pipe.data.signals"
 """The folder whose modules declare the kinds of records."""
 
 

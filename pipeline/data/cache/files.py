@@ -19,17 +19,17 @@ from weakref import WeakSet
 
 import pyarrow as pa
 
-from pipeline.base import disk, retrying
-from pipeline.base.disk import Handle, cache_errors, file_digest, raise_if_of_machine
-from pipeline.base.errors import CacheError, IntegrityError
-from pipeline.data.cache import layout
-from pipeline.data.cache import scratch as scratches
-from pipeline.data.cache.config import MirrorConfig
-from pipeline.data.cache.folder_store import FolderStore
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.mirror import Mirror
-from pipeline.data.cache.object_store import PARALLEL_REQUESTS, ObjectStore
-from pipeline.data.cache.store import FileEntry, Store
+from sana_pipe.base import disk, retrying
+from sana_pipe.base.disk import Handle, cache_errors, file_digest, raise_if_of_machine
+from sana_pipe.base.errors import CacheError, IntegrityError
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache import scratch as scratches
+from sana_pipe.data.cache.config import MirrorConfig
+from sana_pipe.data.cache.folder_store import FolderStore
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.mirror import Mirror
+from sana_pipe.data.cache.object_store import PARALLEL_REQUESTS, ObjectStore
+from sana_pipe.data.cache.store import FileEntry, Store
 
 T = TypeVar("T")
 

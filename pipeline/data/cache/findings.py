@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pipeline.base.config import setting
-from pipeline.base.disk import raise_if_of_machine
-from pipeline.base.errors import AwayError, CacheError, NoSpaceError, ResourceError
-from pipeline.data.cache.cache import MOVING, Cache
-from pipeline.data.cache.layout import BUCKET, PACKED, REPAIR, Paths
-from pipeline.data.cache.snapshot_head import Head
+from sana_pipe.base.config import setting
+from sana_pipe.base.disk import raise_if_of_machine
+from sana_pipe.base.errors import AwayError, CacheError, NoSpaceError, ResourceError
+from sana_pipe.data.cache.cache import MOVING, Cache
+from sana_pipe.data.cache.layout import BUCKET, PACKED, REPAIR, Paths
+from sana_pipe.data.cache.snapshot_head import Head
 
 BACKUP = "restore it from a backup of the cache"
 GC = "sana-pipe gc --yes"

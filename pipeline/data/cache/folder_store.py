@@ -15,11 +15,11 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline.base import disk, retrying
-from pipeline.base.disk import Handle, cache_errors, is_foreign, make_folder, raise_if_of_machine
-from pipeline.base.errors import CacheError, IntegrityError, ResourceError, not_permitted
-from pipeline.data.cache import layout
-from pipeline.data.cache.store import FileEntry
+from sana_pipe.base import disk, retrying
+from sana_pipe.base.disk import Handle, cache_errors, is_foreign, make_folder, raise_if_of_machine
+from sana_pipe.base.errors import CacheError, IntegrityError, ResourceError, not_permitted
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.store import FileEntry
 
 T = TypeVar("T")
 

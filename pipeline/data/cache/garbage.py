@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import PurePosixPath
 
-from pipeline.base import process_identity
-from pipeline.base.disk import STALE_TMP_S
-from pipeline.base.errors import CacheError, IntegrityError
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.contradictions import contradictions
-from pipeline.data.cache.findings import damage_only, packs
-from pipeline.data.cache.keys import Digests
-from pipeline.data.cache.references import references
-from pipeline.data.cache.snapshot_head import Head
+from sana_pipe.base import process_identity
+from sana_pipe.base.disk import STALE_TMP_S
+from sana_pipe.base.errors import CacheError, IntegrityError
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.contradictions import contradictions
+from sana_pipe.data.cache.findings import damage_only, packs
+from sana_pipe.data.cache.keys import Digests
+from sana_pipe.data.cache.references import references
+from sana_pipe.data.cache.snapshot_head import Head
 
 REREAD_S = 60.0
 """Seconds for which one reading of the references serves for removals."""

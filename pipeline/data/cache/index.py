@@ -21,14 +21,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.errors import IntegrityError
-from pipeline.data.cache import arrow, layout
-from pipeline.data.cache.encodings import records_schema
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.keys import BATCH, SortedKeys, as_keys, halves, is_first, to_column, to_numpy
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.shard import from_ipc, read_table, to_ipc, write_ipc
-from pipeline.data.cache.snapshot_lists import ENTRIES, EntryList, publish
+from sana_pipe.base.errors import IntegrityError
+from sana_pipe.data.cache import arrow, layout
+from sana_pipe.data.cache.encodings import records_schema
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.keys import BATCH, SortedKeys, as_keys, halves, is_first, to_column, to_numpy
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.shard import from_ipc, read_table, to_ipc, write_ipc
+from sana_pipe.data.cache.snapshot_lists import ENTRIES, EntryList, publish
 
 T = TypeVar("T")
 ADOPTED = "adopted"

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pyarrow as pa
 
-from pipeline.data.cache.arrow import batches
-from pipeline.data.cache.keys import SortedKeys, halves, item_keys
-from pipeline.data.cache.scratch import Scratch
+from sana_pipe.data.cache.arrow import batches
+from sana_pipe.data.cache.keys import SortedKeys, halves, item_keys
+from sana_pipe.data.cache.scratch import Scratch
 
 
 class ItemRows:

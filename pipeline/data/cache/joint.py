@@ -15,12 +15,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.data.cache import layout
-from pipeline.data.cache.codec import PLAIN
-from pipeline.data.cache.encodings import Encoding, caption_of, records_schema
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.shard import TarWriter, npy_header, to_ipc
-from pipeline.data.cache.snapshot_samples import NAMES, samples_schema
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.codec import PLAIN
+from sana_pipe.data.cache.encodings import Encoding, caption_of, records_schema
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.shard import TarWriter, npy_header, to_ipc
+from sana_pipe.data.cache.snapshot_samples import NAMES, samples_schema
 
 NULL = f"{layout.META}/null"
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from pipeline.data.cache.layout import framed
+from sana_pipe.data.cache.layout import framed
 
 BATCH = 1 << 16
 """Keys that are looked up at a time."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from pipeline.base.errors import CacheError, IntegrityError
+from sana_pipe.base.errors import CacheError, IntegrityError
 
 FORMAT = "sana-pipe-cache"
 VERSION = 1

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from pipeline.base.errors import IntegrityError
-from pipeline.data.cache import copies, layout
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.layout import PACKED, REPAIR, Paths, numbers_of
-from pipeline.data.cache.references import owners, plan_count, references
+from sana_pipe.base.errors import IntegrityError
+from sana_pipe.data.cache import copies, layout
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.layout import PACKED, REPAIR, Paths, numbers_of
+from sana_pipe.data.cache.references import owners, plan_count, references
 
 
 def repair_documents(cache: Cache) -> set[str]:

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from pipeline.base import counters
-from pipeline.base.disk import Handle, cache_errors, digest_of, free_at, temporary_in
-from pipeline.base.errors import CacheError, NoSpaceError
-from pipeline.data.cache.store import Store
+from sana_pipe.base import counters
+from sana_pipe.base.disk import Handle, cache_errors, digest_of, free_at, temporary_in
+from sana_pipe.base.errors import CacheError, NoSpaceError
+from sana_pipe.data.cache.store import Store
 
 _ROOM = "room"
 """The lock of removals."""

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from pipeline.base.disk import Handle, is_foreign, is_out_of_space, raise_if_of_machine
-from pipeline.base.errors import CacheError, IntegrityError, expanded
-from pipeline.data.cache.config import MirrorConfig
-from pipeline.data.cache.connections import CHANGE_TIMES, Connection, RequestFailed, has_own
-from pipeline.data.cache.mirror import Mirror
-from pipeline.data.cache.store import FileEntry
+from sana_pipe.base.disk import Handle, is_foreign, is_out_of_space, raise_if_of_machine
+from sana_pipe.base.errors import CacheError, IntegrityError, expanded
+from sana_pipe.data.cache.config import MirrorConfig
+from sana_pipe.data.cache.connections import CHANGE_TIMES, Connection, RequestFailed, has_own
+from sana_pipe.data.cache.mirror import Mirror
+from sana_pipe.data.cache.store import FileEntry
 
 PARALLEL_REQUESTS = 16
 """Requests in flight where many small objects are read."""

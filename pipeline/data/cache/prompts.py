@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.base.errors import CacheError, IntegrityError
-from pipeline.data.cache import layout
-from pipeline.data.cache.cache import CAPTIONS, FORGOTTEN, Cache, check_prompts_name
-from pipeline.data.cache.encodings import CaptionEncoding
-from pipeline.data.cache.index import as_keys
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.shard import ShardReader, from_ipc, to_ipc
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_head import TextPlace
-from pipeline.data.cache.snapshot_samples import Caption
+from sana_pipe.base.errors import CacheError, IntegrityError
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.cache import CAPTIONS, FORGOTTEN, Cache, check_prompts_name
+from sana_pipe.data.cache.encodings import CaptionEncoding
+from sana_pipe.data.cache.index import as_keys
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.shard import ShardReader, from_ipc, to_ipc
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_head import TextPlace
+from sana_pipe.data.cache.snapshot_samples import Caption
 
 NAME = "prompts"
 """The name of a set that was not given any other."""

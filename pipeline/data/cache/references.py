@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from pipeline.data.cache import index
-from pipeline.data.cache.cache import FORGOTTEN, Cache
-from pipeline.data.cache.findings import fix_of_snapshot, named_snapshots, skip_damaged
-from pipeline.data.cache.layout import ENCODE, PROMPTS, REPAIR, Paths, is_document, numbers_of
-from pipeline.data.cache.snapshot_head import Head
+from sana_pipe.data.cache import index
+from sana_pipe.data.cache.cache import FORGOTTEN, Cache
+from sana_pipe.data.cache.findings import fix_of_snapshot, named_snapshots, skip_damaged
+from sana_pipe.data.cache.layout import ENCODE, PROMPTS, REPAIR, Paths, is_document, numbers_of
+from sana_pipe.data.cache.snapshot_head import Head
 
 
 @dataclass(frozen=True)

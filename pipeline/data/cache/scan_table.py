@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.cache.layout import digest
+from sana_pipe.data.cache.layout import digest
 
 PLACE = pa.schema([("item", pa.string()), ("part", pa.string()), ("where", pa.string()), ("digest", pa.binary(16))])
 """The place of a picture's bytes (a `sources.source.Place`), and their digest."""

@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from pipeline.base import disk
-from pipeline.base.errors import CacheError
-from pipeline.data.cache.arrow import combined, ipc_table, take_rows
-from pipeline.data.cache.keys import binary, fixed, halves, is_first
+from sana_pipe.base import disk
+from sana_pipe.base.errors import CacheError
+from sana_pipe.data.cache.arrow import combined, ipc_table, take_rows
+from sana_pipe.data.cache.keys import binary, fixed, halves, is_first
 
 LIMIT = 4 << 20
 """Bytes of a table or array that stay in memory."""

@@ -27,13 +27,13 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from pipeline.base import counters
-from pipeline.base.disk import Handle, cache_errors, descriptors_left, is_out_of_resources, raise_if_of_machine, sync
-from pipeline.base.errors import CacheError, IntegrityError
-from pipeline.data.cache import codec, layout
-from pipeline.data.cache.arrow import combined, ipc_table
-from pipeline.data.cache.encodings import CaptionEncoding, Encoding, records_schema
-from pipeline.data.cache.files import Files
+from sana_pipe.base import counters
+from sana_pipe.base.disk import Handle, cache_errors, descriptors_left, is_out_of_resources, raise_if_of_machine, sync
+from sana_pipe.base.errors import CacheError, IntegrityError
+from sana_pipe.data.cache import codec, layout
+from sana_pipe.data.cache.arrow import combined, ipc_table
+from sana_pipe.data.cache.encodings import CaptionEncoding, Encoding, records_schema
+from sana_pipe.data.cache.files import Files
 
 
 class NotAShardError(IntegrityError):

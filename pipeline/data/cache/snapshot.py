@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from pipeline.base.errors import CacheError
-from pipeline.data.cache.arrow import ipc_table
-from pipeline.data.cache.encodings import Encoding, caption_of, pictures_of
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.shard import ShardReader
-from pipeline.data.cache.snapshot_head import Head, check_sizes
-from pipeline.data.cache.snapshot_lists import ChunkTable
-from pipeline.data.cache.snapshot_samples import Caption, Columns, RecordPlace, Sample, columns_of, values_at
+from sana_pipe.base.errors import CacheError
+from sana_pipe.data.cache.arrow import ipc_table
+from sana_pipe.data.cache.encodings import Encoding, caption_of, pictures_of
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.shard import ShardReader
+from sana_pipe.data.cache.snapshot_head import Head, check_sizes
+from sana_pipe.data.cache.snapshot_lists import ChunkTable
+from sana_pipe.data.cache.snapshot_samples import Caption, Columns, RecordPlace, Sample, columns_of, values_at
 
 R = TypeVar("R", bound=Encoding)
 OPEN_CHUNKS = 4096

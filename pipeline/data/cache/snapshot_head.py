@@ -13,15 +13,15 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
-from pipeline.base.errors import IntegrityError
-from pipeline.data.cache import layout
-from pipeline.data.cache.codec import PLAIN
-from pipeline.data.cache.encodings import Encoding, caption_of, encoding_class
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.index import RecordIndex
-from pipeline.data.cache.keys import Digests, key_bytes
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.snapshot_lists import (
+from sana_pipe.base.errors import IntegrityError
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.codec import PLAIN
+from sana_pipe.data.cache.encodings import Encoding, caption_of, encoding_class
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.index import RecordIndex
+from sana_pipe.data.cache.keys import Digests, key_bytes
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.snapshot_lists import (
     HEX,
     ChunkTable,
     Form,

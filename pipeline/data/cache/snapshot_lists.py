@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Self, TypeVar, overload
 import numpy as np
 import pyarrow as pa
 
-from pipeline.base.errors import CacheError, IntegrityError
-from pipeline.data.cache import layout
-from pipeline.data.cache.arrow import ipc_table
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.keys import as_keys, binary, fixed, key_bytes
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.shard import to_ipc, write_ipc
+from sana_pipe.base.errors import CacheError, IntegrityError
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.arrow import ipc_table
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.keys import as_keys, binary, fixed, key_bytes
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.shard import to_ipc, write_ipc
 
 T = TypeVar("T")
 _KEY = pa.binary(16)

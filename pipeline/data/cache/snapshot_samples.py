@@ -15,13 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from pipeline.data.cache import layout
-from pipeline.data.cache.codec import PLAIN
-from pipeline.data.cache.encodings import Encoding, caption_of, pictures_of
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.keys import fixed, key_bytes
-from pipeline.data.cache.shard import to_ipc
-from pipeline.data.cache.snapshot_lists import Chunk
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.codec import PLAIN
+from sana_pipe.data.cache.encodings import Encoding, caption_of, pictures_of
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.keys import fixed, key_bytes
+from sana_pipe.data.cache.shard import to_ipc
+from sana_pipe.data.cache.snapshot_lists import Chunk
 
 CHUNK_ROWS = 1 << 18
 """Rows of a chunk at most."""

@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from pipeline.base.errors import CacheError
-from pipeline.base.urls import strip_credentials
-from pipeline.data.cache import index, prompts
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.findings import damage_only, encoding_names, packs
-from pipeline.data.cache.keys import Digests
-from pipeline.data.cache.layout import REPAIR, Paths
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_head import check_files
+from sana_pipe.base.errors import CacheError
+from sana_pipe.base.urls import strip_credentials
+from sana_pipe.data.cache import index, prompts
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.findings import damage_only, encoding_names, packs
+from sana_pipe.data.cache.keys import Digests
+from sana_pipe.data.cache.layout import REPAIR, Paths
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_head import check_files
 
 STOPPED_S = 3600
 """Age of a claim at which its process has stopped; much longer than clocks of two machines differ."""

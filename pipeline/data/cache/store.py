@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.base.disk import Handle
+from sana_pipe.base.disk import Handle
 
 
 @dataclass(frozen=True)

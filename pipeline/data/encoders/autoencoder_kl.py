@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from pipeline.data.encoders.vae_kind import VaeKind
+from sana_pipe.data.encoders.vae_kind import VaeKind
 
 _UNSTATED_SCALE = 0.18215
 """The scaling factor of Stable Diffusion's VAEs, whose files are older than the key; diffusers' default."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from pipeline.data.encoders.vae_kind import VaeKind
+from sana_pipe.data.encoders.vae_kind import VaeKind
 
 
 class TinyDecoder(VaeKind):

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from pipeline.base.config import Location, Weights
+from sana_pipe.base.config import Location, Weights
 
 # A constant of the released models: the instruction before every caption ("complex human instruction",
 # `text_encoder.chi_prompt` in NVlabs/Sana's configurations). A changed character changes every row of every caption.

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import xxhash
 
-from pipeline.base.config import Weights
-from pipeline.base.errors import UserError
-from pipeline.base.hub import ModelError, is_local, open_tensors
+from sana_pipe.base.config import Weights
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.hub import ModelError, is_local, open_tensors
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 

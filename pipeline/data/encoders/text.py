@@ -17,10 +17,10 @@ import numpy as np
 import torch
 import xxhash
 
-from pipeline.base.hub import ModelError, choose, load, read_json, resolve, weight_files
-from pipeline.data.encoders.config import TextConfig
-from pipeline.data.encoders.frozen import DTYPES, NonFiniteOutputError, bf16_bits, digest, finite_bits
-from pipeline.data.encoders.text_kind import TEMPLATE_FILE, TextKind, kind_at, kind_of
+from sana_pipe.base.hub import ModelError, choose, load, read_json, resolve, weight_files
+from sana_pipe.data.encoders.config import TextConfig
+from sana_pipe.data.encoders.frozen import DTYPES, NonFiniteOutputError, bf16_bits, digest, finite_bits
+from sana_pipe.data.encoders.text_kind import TEMPLATE_FILE, TextKind, kind_at, kind_of
 
 BATCH_TOKENS = 8192
 """Maximum positions of a forward pass, padding included: fills a GPU and fits next to Gemma."""

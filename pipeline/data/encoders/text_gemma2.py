@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipeline.data.encoders.config import INSTRUCTIONS
-from pipeline.data.encoders.text_kind import TextKind, layers_and_rope
+from sana_pipe.data.encoders.config import INSTRUCTIONS
+from sana_pipe.data.encoders.text_kind import TextKind, layers_and_rope
 
 if TYPE_CHECKING:
     import torch
 
-    from pipeline.data.encoders.shared_prefix import Prefix
+    from sana_pipe.data.encoders.shared_prefix import Prefix
 
 ARCHITECTURE: dict[str, Any] = {  # transformers' Gemma2Config
     "hidden_size": 2304,
@@ -64,6 +64,6 @@ class Gemma2(TextKind):
         return model(ids, attention_mask=mask, use_cache=False).last_hidden_state
 
     def prefix(self, model: torch.nn.Module, ids: Sequence[int]) -> Prefix:
-        from pipeline.data.encoders.shared_prefix import Prefix
+        from sana_pipe.data.encoders.shared_prefix import Prefix
 
         return Prefix(model, ids)

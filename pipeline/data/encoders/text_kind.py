@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipeline.base.errors import CacheError, ConfigError
-from pipeline.base.hub import ModelError, is_local, read_settings, resolve
-from pipeline.data.encoders.config import TextConfig
+from sana_pipe.base.errors import CacheError, ConfigError
+from sana_pipe.base.hub import ModelError, is_local, read_settings, resolve
+from sana_pipe.data.encoders.config import TextConfig
 
 if TYPE_CHECKING:
     import torch
 
 KINDS: dict[str, str] = {
-    "gemma2": "pipeline.data.encoders.text_gemma2:Gemma2",
-    "qwen3": "pipeline.data.encoders.text_qwen3:Qwen3",
-    "t5gemma": "pipeline.data.encoders.text_t5gemma:T5Gemma",
-    "t5_gemma_module": "pipeline.data.encoders.text_t5gemma:T5Gemma",
+    "gemma2": "sana_pipe.data.encoders.text_gemma2:Gemma2",
+    "qwen3": "sana_pipe.data.encoders.text_qwen3:Qwen3",
+    "t5gemma": "sana_pipe.data.encoders.text_t5gemma:T5Gemma",
+    "t5_gemma_module": "sana_pipe.data.encoders.text_t5gemma:T5Gemma",
 }
 """transformers' `model_type` -> module:class."""
 TEMPLATE_FILE = "chat_template.jinja"

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipeline.base.errors import not_permitted
-from pipeline.base.hub import ModelError, read_json
-from pipeline.data.encoders.text_kind import TEMPLATE_FILE, TextKind, layers_and_rope
+from sana_pipe.base.errors import not_permitted
+from sana_pipe.base.hub import ModelError, read_json
+from sana_pipe.data.encoders.text_kind import TEMPLATE_FILE, TextKind, layers_and_rope
 
 if TYPE_CHECKING:
     import torch

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipeline.base.hub import ModelError
-from pipeline.data.encoders.text_gemma2 import architecture_of
-from pipeline.data.encoders.text_kind import TextKind
+from sana_pipe.base.hub import ModelError
+from sana_pipe.data.encoders.text_gemma2 import architecture_of
+from sana_pipe.data.encoders.text_kind import TextKind
 
 if TYPE_CHECKING:
     import torch

@@ -20,11 +20,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.base.errors import is_out_of_memory
-from pipeline.base.hub import ModelError, open_tensors, resolve, weight_files
-from pipeline.data.encoders.config import VaeConfig
-from pipeline.data.encoders.frozen import DTYPES, NonFiniteOutputError, digest, finite_bits, from_bits
-from pipeline.data.encoders.vae_kind import VaeKind, decoder_at, vae_at
+from sana_pipe.base.errors import is_out_of_memory
+from sana_pipe.base.hub import ModelError, open_tensors, resolve, weight_files
+from sana_pipe.data.encoders.config import VaeConfig
+from sana_pipe.data.encoders.frozen import DTYPES, NonFiniteOutputError, digest, finite_bits, from_bits
+from sana_pipe.data.encoders.vae_kind import VaeKind, decoder_at, vae_at
 
 # ---------------------------------------------------------------- encodings, from files alone
 

@@ -17,15 +17,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from pipeline.base.hub import ModelError, read_json, read_settings
+from sana_pipe.base.hub import ModelError, read_json, read_settings
 
 KINDS: dict[str, str] = {
-    "AutoencoderDC": "pipeline.data.encoders.autoencoder_dc:DeepCompression",
-    "AutoencoderKL": "pipeline.data.encoders.autoencoder_kl:Variational",
+    "AutoencoderDC": "sana_pipe.data.encoders.autoencoder_dc:DeepCompression",
+    "AutoencoderKL": "sana_pipe.data.encoders.autoencoder_kl:Variational",
 }
 """diffusers' `_class_name` of an encoder with its decoder -> module:class."""
 
-DECODERS: dict[str, str] = {**KINDS, "AutoencoderTiny": "pipeline.data.encoders.autoencoder_tiny:TinyDecoder"}
+DECODERS: dict[str, str] = {**KINDS, "AutoencoderTiny": "sana_pipe.data.encoders.autoencoder_tiny:TinyDecoder"}
 """The same of what `vae.decoder` may name."""
 
 _OF_VIDEOS = re.compile(

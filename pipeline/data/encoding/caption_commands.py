@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from pipeline.base.config import setting
-from pipeline.base.errors import escaped
-from pipeline.data.sources.filenames import extension, stem
-from pipeline.data.sources.name_pairs import Pair
-from pipeline.data.sources.name_patterns import Pattern
-from pipeline.data.sources.source import Source
-from pipeline.data.sources.unread_lists import UnreadList
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import escaped
+from sana_pipe.data.sources.filenames import extension, stem
+from sana_pipe.data.sources.name_pairs import Pair
+from sana_pipe.data.sources.name_patterns import Pattern
+from sana_pipe.data.sources.source import Source
+from sana_pipe.data.sources.unread_lists import UnreadList
 
 
 def placing(source: Source, pattern: Pattern) -> str:

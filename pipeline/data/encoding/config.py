@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.base.config import AUTO, Microbatch, NotNegative, Section, Share
-from pipeline.data.cache.config import StorageConfig
+from sana_pipe.base.config import AUTO, Microbatch, NotNegative, Section, Share
+from sana_pipe.data.cache.config import StorageConfig
 
 
 class EncodeConfig(Section):

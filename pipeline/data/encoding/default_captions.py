@@ -5,9 +5,9 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.cache.arrow import batches
-from pipeline.data.sources.caption_columns import CaptionCandidate, CaptionRule
-from pipeline.data.sources.config import DataConfig
+from sana_pipe.data.cache.arrow import batches
+from sana_pipe.data.sources.caption_columns import CaptionCandidate, CaptionRule
+from sana_pipe.data.sources.config import DataConfig
 
 
 def made_of(data: DataConfig, text: str, item: str, source: str) -> str:

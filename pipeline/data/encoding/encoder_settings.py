@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.signals import Encoders
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.signals import Encoders
 
 
 @dataclass(frozen=True)

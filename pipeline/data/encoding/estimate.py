@@ -18,26 +18,26 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.amounts import amount, duration
-from pipeline.data.cache import codec
-from pipeline.data.cache.arrow import batches
-from pipeline.data.cache.cache import Cache, Unit, WorkList
-from pipeline.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding, caption_of, records_schema
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.cache.shard import BLOCK, npy_header
-from pipeline.data.encoding import image_batch, scan_rows
-from pipeline.data.encoding import plan as planning
-from pipeline.data.encoding.encoder_settings import EncoderSettings
-from pipeline.data.encoding.plan import images_of_batch
-from pipeline.data.images import buckets, decoding
-from pipeline.data.signals import CaptionSignal, PictureEncoder, PictureSignal
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.sources import caption_rules
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.filenames import escaped
-from pipeline.data.sources.reject_kinds import Kinds
-from pipeline.data.sources.source import Place, Source
+from sana_pipe.base.amounts import amount, duration
+from sana_pipe.data.cache import codec
+from sana_pipe.data.cache.arrow import batches
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding, caption_of, records_schema
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.cache.shard import BLOCK, npy_header
+from sana_pipe.data.encoding import image_batch, scan_rows
+from sana_pipe.data.encoding import plan as planning
+from sana_pipe.data.encoding.encoder_settings import EncoderSettings
+from sana_pipe.data.encoding.plan import images_of_batch
+from sana_pipe.data.images import buckets, decoding
+from sana_pipe.data.signals import CaptionSignal, PictureEncoder, PictureSignal
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.sources import caption_rules
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.filenames import escaped
+from sana_pipe.data.sources.reject_kinds import Kinds
+from sana_pipe.data.sources.source import Place, Source
 
 Shape = tuple[int, int]
 

@@ -15,12 +15,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.errors import CacheError, IntegrityError, UserError
-from pipeline.data.cache import layout, shard
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.layout import Paths
-from pipeline.data.sources.reject_kinds import Kinds
-from pipeline.data.work.engine import Job, Worker
+from sana_pipe.base.errors import CacheError, IntegrityError, UserError
+from sana_pipe.data.cache import layout, shard
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.sources.reject_kinds import Kinds
+from sana_pipe.data.work.engine import Job, Worker
 
 POLL_S = 1.0
 """The longest pause of an idle process before it looks for fragments that the others have made."""

@@ -12,9 +12,9 @@ from functools import cache
 
 import torch
 
-from pipeline.base import launch
-from pipeline.data.encoders.vae import Footprint
-from pipeline.data.encoding.plan import FIXED, Fitting
+from sana_pipe.base import launch
+from sana_pipe.data.encoders.vae import Footprint
+from sana_pipe.data.encoding.plan import FIXED, Fitting
 
 MARGIN = 0.1
 """Share of the memory that is left free."""

@@ -15,16 +15,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.errors import IntegrityError, UserError
-from pipeline.data.cache import arrow
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.item_rows import ItemRows
-from pipeline.data.cache.keys import fixed
-from pipeline.data.cache.scan_table import SCAN
-from pipeline.data.images import decoding
-from pipeline.data.sources.controls_and_masks import remedy
-from pipeline.data.sources.reject_kinds import Kinds
-from pipeline.data.sources.source import Source
+from sana_pipe.base.errors import IntegrityError, UserError
+from sana_pipe.data.cache import arrow
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.item_rows import ItemRows
+from sana_pipe.data.cache.keys import fixed
+from sana_pipe.data.cache.scan_table import SCAN
+from sana_pipe.data.images import decoding
+from sana_pipe.data.sources.controls_and_masks import remedy
+from sana_pipe.data.sources.reject_kinds import Kinds
+from sana_pipe.data.sources.source import Source
 
 UNREADABLE = "unreadable"
 """The beginnings of reasons of rejects that come from a failed read and not from the bytes."""

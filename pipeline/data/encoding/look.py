@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.errors import UserError
-from pipeline.data.encoding import estimate, scan_rows, understood
-from pipeline.data.encoding.survey import ScanSettings, scanning_of
-from pipeline.data.encoding.understood import Understood
-from pipeline.data.sources import controls_and_masks
-from pipeline.data.sources.detect import open_source
-from pipeline.data.sources.reject_kinds import Kinds
-from pipeline.data.sources.source import Source
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.encoding import estimate, scan_rows, understood
+from sana_pipe.data.encoding.survey import ScanSettings, scanning_of
+from sana_pipe.data.encoding.understood import Understood
+from sana_pipe.data.sources import controls_and_masks
+from sana_pipe.data.sources.detect import open_source
+from sana_pipe.data.sources.reject_kinds import Kinds
+from sana_pipe.data.sources.source import Source
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import posixpath
 import shlex
 from collections.abc import Callable, Sequence
 
-from pipeline.base.errors import escaped
-from pipeline.data.sources.filenames import extension, stem
-from pipeline.data.sources.name_patterns import CONTROL, MASK, Pattern
-from pipeline.data.sources.source import Source
+from sana_pipe.base.errors import escaped
+from sana_pipe.data.sources.filenames import extension, stem
+from sana_pipe.data.sources.name_patterns import CONTROL, MASK, Pattern
+from sana_pipe.data.sources.source import Source
 
 ALL_PICTURES = "data.pictures={}"
 """The setting that says that all pictures are pictures of their own."""

@@ -18,18 +18,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.errors import IntegrityError
-from pipeline.data.cache import arrow, scan_table
-from pipeline.data.cache.arrow import batches, take_rows
-from pipeline.data.cache.cache import Cache, Unit, WorkList
-from pipeline.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding
-from pipeline.data.cache.index import committed
-from pipeline.data.cache.keys import SortedKeys, as_keys, binary, fixed, is_first
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.images import buckets
-from pipeline.data.sources import caption_rules
+from sana_pipe.base.errors import IntegrityError
+from sana_pipe.data.cache import arrow, scan_table
+from sana_pipe.data.cache.arrow import batches, take_rows
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding
+from sana_pipe.data.cache.index import committed
+from sana_pipe.data.cache.keys import SortedKeys, as_keys, binary, fixed, is_first
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.images import buckets
+from sana_pipe.data.sources import caption_rules
 
 IMAGES = pa.schema(
     [

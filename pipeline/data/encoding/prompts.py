@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from pipeline.base.errors import UserError
-from pipeline.data.cache.encodings import CaptionEncoding
-from pipeline.data.cache.prompts import TRIGGER_CONTEXTS, has_words
-from pipeline.data.encoding.plan import text_work
-from pipeline.data.sources import caption_rules
-from pipeline.data.sources.filenames import error_text, short_repr
-from pipeline.data.sources.remote import read_file
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.cache.encodings import CaptionEncoding
+from sana_pipe.data.cache.prompts import TRIGGER_CONTEXTS, has_words
+from sana_pipe.data.encoding.plan import text_work
+from sana_pipe.data.sources import caption_rules
+from sana_pipe.data.sources.filenames import error_text, short_repr
+from sana_pipe.data.sources.remote import read_file
 
 DEFAULT = "default"
 PROMPTS = (

@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from pipeline.base.config import setting
-from pipeline.base.errors import ConfigError
-from pipeline.base.options import put, value_at, within
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.sources.config import (
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.base.options import put, value_at, within
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.sources.config import (
     WAYS,
     ControlPictureConfig,
     DataConfig,

@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.config import setting
-from pipeline.base.errors import UserError, escaped
-from pipeline.data.cache.cache import Cache
-from pipeline.data.encoding import regularisation
-from pipeline.data.encoding.caption_commands import placing, then, unpacking
-from pipeline.data.encoding.default_captions import has_caption
-from pipeline.data.encoding.picture_commands import ALL_PICTURES, commands, option
-from pipeline.data.encoding.reading import settles
-from pipeline.data.encoding.understood import Understood
-from pipeline.data.sources import name_patterns
-from pipeline.data.sources.config import DataGiven
-from pipeline.data.sources.name_pairs import Pair
-from pipeline.data.sources.name_patterns import Pattern
-from pipeline.data.sources.source import Source
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import UserError, escaped
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.encoding import regularisation
+from sana_pipe.data.encoding.caption_commands import placing, then, unpacking
+from sana_pipe.data.encoding.default_captions import has_caption
+from sana_pipe.data.encoding.picture_commands import ALL_PICTURES, commands, option
+from sana_pipe.data.encoding.reading import settles
+from sana_pipe.data.encoding.understood import Understood
+from sana_pipe.data.sources import name_patterns
+from sana_pipe.data.sources.config import DataGiven
+from sana_pipe.data.sources.name_pairs import Pair
+from sana_pipe.data.sources.name_patterns import Pattern
+from sana_pipe.data.sources.source import Source
 
 
 def refuse(understood: Understood, given: DataGiven, scan: pa.Table, cache: Cache | None) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipeline.base.config import setting
-from pipeline.base.errors import UserError, escaped
-from pipeline.data.encoding.picture_commands import ALL_PICTURES
-from pipeline.data.encoding.reading import Reading, settles
-from pipeline.data.encoding.understood import Understood
-from pipeline.data.sources import name_patterns
-from pipeline.data.sources.config import DataGiven
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import UserError, escaped
+from sana_pipe.data.encoding.picture_commands import ALL_PICTURES
+from sana_pipe.data.encoding.reading import Reading, settles
+from sana_pipe.data.encoding.understood import Understood
+from sana_pipe.data.sources import name_patterns
+from sana_pipe.data.sources.config import DataGiven
 
 
 def without_trigger(reading: Reading, name: str, scan: dict[str, Any] | None) -> Reading:

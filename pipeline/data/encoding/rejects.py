@@ -12,21 +12,21 @@ from typing import NoReturn
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.config import setting
-from pipeline.base.disk import cache_errors
-from pipeline.base.errors import RejectRateError
-from pipeline.data.cache.arrow import batches
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.encodings import Encoding
-from pipeline.data.cache.index import RecordReject
-from pipeline.data.encoding import estimate
-from pipeline.data.sources import reject_kinds
-from pipeline.data.sources.caption_columns import TEXT_FILE
-from pipeline.data.sources.controls_and_masks import remedy
-from pipeline.data.sources.filenames import is_url
-from pipeline.data.sources.filesystem import let_read
-from pipeline.data.sources.reject_kinds import Kinds
-from pipeline.data.sources.source import Source
+from sana_pipe.base.config import setting
+from sana_pipe.base.disk import cache_errors
+from sana_pipe.base.errors import RejectRateError
+from sana_pipe.data.cache.arrow import batches
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.encodings import Encoding
+from sana_pipe.data.cache.index import RecordReject
+from sana_pipe.data.encoding import estimate
+from sana_pipe.data.sources import reject_kinds
+from sana_pipe.data.sources.caption_columns import TEXT_FILE
+from sana_pipe.data.sources.controls_and_masks import remedy
+from sana_pipe.data.sources.filenames import is_url
+from sana_pipe.data.sources.filesystem import let_read
+from sana_pipe.data.sources.reject_kinds import Kinds
+from sana_pipe.data.sources.source import Source
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.config import setting
-from pipeline.base.errors import escaped
-from pipeline.data.cache.arrow import batches
-from pipeline.data.cache.item_rows import ItemRows
-from pipeline.data.cache.scan_table import control_and_mask_places
-from pipeline.data.sources import name_patterns
-from pipeline.data.sources.caption_columns import TEXT_FILE, CaptionRule, columns_of, sure_columns, value_of
-from pipeline.data.sources.filenames import EXTENSIONS, extension, shortened
-from pipeline.data.sources.name_patterns import CONTROL, MASK
-from pipeline.data.sources.reject_kinds import EXAMPLES, examples
-from pipeline.data.sources.source import Source
-from pipeline.data.sources.text_parts import unpacked
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import escaped
+from sana_pipe.data.cache.arrow import batches
+from sana_pipe.data.cache.item_rows import ItemRows
+from sana_pipe.data.cache.scan_table import control_and_mask_places
+from sana_pipe.data.sources import name_patterns
+from sana_pipe.data.sources.caption_columns import TEXT_FILE, CaptionRule, columns_of, sure_columns, value_of
+from sana_pipe.data.sources.filenames import EXTENSIONS, extension, shortened
+from sana_pipe.data.sources.name_patterns import CONTROL, MASK
+from sana_pipe.data.sources.reject_kinds import EXAMPLES, examples
+from sana_pipe.data.sources.source import Source
+from sana_pipe.data.sources.text_parts import unpacked
 
 LENGTH = 80
 """Characters of a text that is not used."""

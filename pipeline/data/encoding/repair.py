@@ -15,19 +15,19 @@ from pathlib import PurePosixPath
 
 import pyarrow as pa
 
-from pipeline.base.errors import IntegrityError, UserError
-from pipeline.data.cache import audit, index, shard
-from pipeline.data.cache.adopt import bring
-from pipeline.data.cache.cache import Cache, Unit
-from pipeline.data.cache.encodings import Encoding
-from pipeline.data.cache.findings import BACKUP, Finding, Replaced
-from pipeline.data.cache.keys import as_keys
-from pipeline.data.cache.layout import Paths
-from pipeline.data.encoding import plan as planning
-from pipeline.data.encoding import unit_records
-from pipeline.data.encoding.scan import reopen
-from pipeline.data.encoding.unit_encoder import UnitEncoder
-from pipeline.data.sources.config import DataConfig
+from sana_pipe.base.errors import IntegrityError, UserError
+from sana_pipe.data.cache import audit, index, shard
+from sana_pipe.data.cache.adopt import bring
+from sana_pipe.data.cache.cache import Cache, Unit
+from sana_pipe.data.cache.encodings import Encoding
+from sana_pipe.data.cache.findings import BACKUP, Finding, Replaced
+from sana_pipe.data.cache.keys import as_keys
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.encoding import plan as planning
+from sana_pipe.data.encoding import unit_records
+from sana_pipe.data.encoding.scan import reopen
+from sana_pipe.data.encoding.unit_encoder import UnitEncoder
+from sana_pipe.data.sources.config import DataConfig
 
 BRING = "sana-pipe verify --repair --set 'bucket.caches=[DIR]', where DIR is the cache that the shard was adopted from"
 

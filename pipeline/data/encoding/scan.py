@@ -20,24 +20,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.errors import UserError
-from pipeline.data.cache import arrow, layout
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.keys import binary, fixed, is_first, sample_ids
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.scan_table import SCAN
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.encoding import scan_rows
-from pipeline.data.encoding.fragments import Fragments, Rows, ScanSuperseded
-from pipeline.data.encoding.last_scan import LastScan, unchanged_row
-from pipeline.data.encoding.reading import as_read
-from pipeline.data.encoding.scan_rows import Look, RowMaker, Settings, Slice, from_bytes, mapped
-from pipeline.data.sources import detect
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.filesystem import Unreadable
-from pipeline.data.sources.range_prefetch import PARALLEL_REQUESTS
-from pipeline.data.sources.reject_kinds import Kinds
-from pipeline.data.sources.source import ListedItems, Source
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.cache import arrow, layout
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.keys import binary, fixed, is_first, sample_ids
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.scan_table import SCAN
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.encoding import scan_rows
+from sana_pipe.data.encoding.fragments import Fragments, Rows, ScanSuperseded
+from sana_pipe.data.encoding.last_scan import LastScan, unchanged_row
+from sana_pipe.data.encoding.reading import as_read
+from sana_pipe.data.encoding.scan_rows import Look, RowMaker, Settings, Slice, from_bytes, mapped
+from sana_pipe.data.sources import detect
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.filesystem import Unreadable
+from sana_pipe.data.sources.range_prefetch import PARALLEL_REQUESTS
+from sana_pipe.data.sources.reject_kinds import Kinds
+from sana_pipe.data.sources.source import ListedItems, Source
 
 RUNS_AHEAD = 16
 """Limit on fragments whose files have been looked at before their turn."""

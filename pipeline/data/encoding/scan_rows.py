@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.errors import escaped
-from pipeline.data.cache import layout, scan_table
-from pipeline.data.cache.arrow import ROWS, batches
-from pipeline.data.cache.scan_table import SCAN
-from pipeline.data.encoding.last_scan import UNREADABLE, LastScan, RowsByItem, is_limited, unchanged_row
-from pipeline.data.images import decoding
-from pipeline.data.sources.filesystem import Unreadable
-from pipeline.data.sources.reject_kinds import Kinds
-from pipeline.data.sources.source import Fragment, Item, Place, Reject, Source, Stats
+from sana_pipe.base.errors import escaped
+from sana_pipe.data.cache import layout, scan_table
+from sana_pipe.data.cache.arrow import ROWS, batches
+from sana_pipe.data.cache.scan_table import SCAN
+from sana_pipe.data.encoding.last_scan import UNREADABLE, LastScan, RowsByItem, is_limited, unchanged_row
+from sana_pipe.data.images import decoding
+from sana_pipe.data.sources.filesystem import Unreadable
+from sana_pipe.data.sources.reject_kinds import Kinds
+from sana_pipe.data.sources.source import Fragment, Item, Place, Reject, Source, Stats
 
 T = TypeVar("T")
 R = TypeVar("R")

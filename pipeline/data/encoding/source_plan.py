@@ -12,22 +12,22 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.data import signals
-from pipeline.data.cache import layout
-from pipeline.data.cache.cache import Cache, WorkList
-from pipeline.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding, caption_of
-from pipeline.data.encoding import estimate, last_scan, refusals, understood
-from pipeline.data.encoding import plan as planning
-from pipeline.data.encoding import rejects as rejecting
-from pipeline.data.encoding import survey as surveying
-from pipeline.data.encoding.image_batch import Fitting
-from pipeline.data.encoding.reading import Reading
-from pipeline.data.encoding.rejects import Rejects
-from pipeline.data.images import buckets
-from pipeline.data.signals import PictureSignal
-from pipeline.data.sources.reject_kinds import Kinds
-from pipeline.data.sources.source import Source
-from pipeline.data.work.engine import Work
+from sana_pipe.data import signals
+from sana_pipe.data.cache import layout
+from sana_pipe.data.cache.cache import Cache, WorkList
+from sana_pipe.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding, caption_of
+from sana_pipe.data.encoding import estimate, last_scan, refusals, understood
+from sana_pipe.data.encoding import plan as planning
+from sana_pipe.data.encoding import rejects as rejecting
+from sana_pipe.data.encoding import survey as surveying
+from sana_pipe.data.encoding.image_batch import Fitting
+from sana_pipe.data.encoding.reading import Reading
+from sana_pipe.data.encoding.rejects import Rejects
+from sana_pipe.data.images import buckets
+from sana_pipe.data.signals import PictureSignal
+from sana_pipe.data.sources.reject_kinds import Kinds
+from sana_pipe.data.sources.source import Source
+from sana_pipe.data.work.engine import Work
 
 
 @dataclass(frozen=True)

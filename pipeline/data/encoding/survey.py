@@ -17,22 +17,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.errors import UserError, escaped
-from pipeline.data.cache.arrow import batches
-from pipeline.data.cache.cache import Cache, check_source_name
-from pipeline.data.cache.encodings import Encoding, PictureEncoding, pictures_of
-from pipeline.data.cache.scan_table import ABSENT, places
-from pipeline.data.encoding import estimate, last_scan, scan_rows
-from pipeline.data.encoding import scan as scanning
-from pipeline.data.encoding.fragments import Fragments
-from pipeline.data.encoding.reading import Reading, settled
-from pipeline.data.encoding.regularisation import without_trigger
-from pipeline.data.images import buckets, decoding
-from pipeline.data.signals.latent import compression
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.detect import open_source
-from pipeline.data.sources.source import Source
-from pipeline.data.work.progress import Progress
+from sana_pipe.base.errors import UserError, escaped
+from sana_pipe.data.cache.arrow import batches
+from sana_pipe.data.cache.cache import Cache, check_source_name
+from sana_pipe.data.cache.encodings import Encoding, PictureEncoding, pictures_of
+from sana_pipe.data.cache.scan_table import ABSENT, places
+from sana_pipe.data.encoding import estimate, last_scan, scan_rows
+from sana_pipe.data.encoding import scan as scanning
+from sana_pipe.data.encoding.fragments import Fragments
+from sana_pipe.data.encoding.reading import Reading, settled
+from sana_pipe.data.encoding.regularisation import without_trigger
+from sana_pipe.data.images import buckets, decoding
+from sana_pipe.data.signals.latent import compression
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.detect import open_source
+from sana_pipe.data.sources.source import Source
+from sana_pipe.data.work.progress import Progress
 
 _BLANK = {"control": "black", "mask": "white"}
 """The mark of a control picture or mask that a sample lacks."""
@@ -100,7 +100,7 @@ def opened(
     """Open the source of `--data`, and say how it is read; prints what differs from its last scan.
 
     Args:
-        data, name: as in `stages.encode.run`.
+        data, name: as in `sana_pipe.stages.encode.run`.
         asked: the reading that the configuration and `--format` ask for.
         scan_of: name of a source -> its last scan document; None: there is none.
         patience_s, raw: as of `open_source`.

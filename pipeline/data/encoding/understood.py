@@ -16,26 +16,26 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.config import setting
-from pipeline.base.errors import escaped
-from pipeline.data.cache.arrow import batches, spread_rows
-from pipeline.data.cache.prompts import has_words
-from pipeline.data.cache.scan_table import ABSENT, places
-from pipeline.data.encoding import remarks
-from pipeline.data.encoding.caption_commands import placing
-from pipeline.data.encoding.default_captions import has_caption, made_of
-from pipeline.data.encoding.picture_commands import commands, option, renaming, settings_of
-from pipeline.data.sources import caption_rules, caption_signs, name_patterns, unread_lists
-from pipeline.data.sources.caption_columns import TEXT_FILE, CaptionRule, text_columns
-from pipeline.data.sources.caption_signs import Sign
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.filenames import shortened
-from pipeline.data.sources.filesystem import Unreadable
-from pipeline.data.sources.name_patterns import CONTROL, MASK, Pattern
-from pipeline.data.sources.reject_kinds import examples
-from pipeline.data.sources.sidecars import MAX_CAPTION_BYTES, read_sidecar
-from pipeline.data.sources.source import Source
-from pipeline.data.sources.unread_lists import UnreadList
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import escaped
+from sana_pipe.data.cache.arrow import batches, spread_rows
+from sana_pipe.data.cache.prompts import has_words
+from sana_pipe.data.cache.scan_table import ABSENT, places
+from sana_pipe.data.encoding import remarks
+from sana_pipe.data.encoding.caption_commands import placing
+from sana_pipe.data.encoding.default_captions import has_caption, made_of
+from sana_pipe.data.encoding.picture_commands import commands, option, renaming, settings_of
+from sana_pipe.data.sources import caption_rules, caption_signs, name_patterns, unread_lists
+from sana_pipe.data.sources.caption_columns import TEXT_FILE, CaptionRule, text_columns
+from sana_pipe.data.sources.caption_signs import Sign
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.filenames import shortened
+from sana_pipe.data.sources.filesystem import Unreadable
+from sana_pipe.data.sources.name_patterns import CONTROL, MASK, Pattern
+from sana_pipe.data.sources.reject_kinds import examples
+from sana_pipe.data.sources.sidecars import MAX_CAPTION_BYTES, read_sidecar
+from sana_pipe.data.sources.source import Source
+from sana_pipe.data.sources.unread_lists import UnreadList
 
 SHOWN = 256
 """Captions of a source that are looked at."""

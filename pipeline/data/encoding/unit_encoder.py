@@ -15,19 +15,19 @@ from typing import Any
 import click
 import pyarrow as pa
 
-from pipeline.base import launch
-from pipeline.base.errors import CacheError
-from pipeline.data.cache import codec, index
-from pipeline.data.cache.cache import Cache, Unit, WorkList
-from pipeline.data.cache.encodings import Encoding
-from pipeline.data.encoding import estimate, unit_records
-from pipeline.data.encoding.encoder_settings import EncoderSettings
-from pipeline.data.signals import CaptionSignal, Comparison, PictureSignal, Signal
-from pipeline.data.sources.reject_kinds import kind
-from pipeline.data.sources.source import Source
-from pipeline.data.work.disk_space import DiskSpace
-from pipeline.data.work.engine import is_done
-from pipeline.data.work.progress import Meter
+from sana_pipe.base import launch
+from sana_pipe.base.errors import CacheError
+from sana_pipe.data.cache import codec, index
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.data.cache.encodings import Encoding
+from sana_pipe.data.encoding import estimate, unit_records
+from sana_pipe.data.encoding.encoder_settings import EncoderSettings
+from sana_pipe.data.signals import CaptionSignal, Comparison, PictureSignal, Signal
+from sana_pipe.data.sources.reject_kinds import kind
+from sana_pipe.data.sources.source import Source
+from sana_pipe.data.work.disk_space import DiskSpace
+from sana_pipe.data.work.engine import is_done
+from sana_pipe.data.work.progress import Meter
 
 
 class UnitEncoder:

@@ -21,17 +21,17 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.base.errors import ResourceError, is_out_of_memory
-from pipeline.data.cache import codec, index, layout, shard
-from pipeline.data.cache.cache import Cache, Unit, WorkList
-from pipeline.data.cache.encodings import CaptionEncoding, Encoding
-from pipeline.data.cache.index import Commit, RecordReject
-from pipeline.data.encoders.frozen import NonFiniteOutputError
-from pipeline.data.encoding.scan_rows import mapped
-from pipeline.data.images import decoding
-from pipeline.data.signals import CaptionEncoder, PictureEncoder, PictureSignal
-from pipeline.data.sources import caption_rules as captions
-from pipeline.data.sources.source import Place, Source
+from sana_pipe.base.errors import ResourceError, is_out_of_memory
+from sana_pipe.data.cache import codec, index, layout, shard
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.data.cache.encodings import CaptionEncoding, Encoding
+from sana_pipe.data.cache.index import Commit, RecordReject
+from sana_pipe.data.encoders.frozen import NonFiniteOutputError
+from sana_pipe.data.encoding.scan_rows import mapped
+from sana_pipe.data.images import decoding
+from sana_pipe.data.signals import CaptionEncoder, PictureEncoder, PictureSignal
+from sana_pipe.data.sources import caption_rules as captions
+from sana_pipe.data.sources.source import Place, Source
 
 DECODE_AHEAD = 2
 WRITE_BEHIND = 2

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.base.errors import ConfigError
-from pipeline.data.snapshots.config import BucketConfig
-from pipeline.data.sources.config import DataConfig
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.data.snapshots.config import BucketConfig
+from sana_pipe.data.sources.config import DataConfig
 
 Shape = tuple[int, int]
 

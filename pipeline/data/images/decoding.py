@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.base.errors import UserError
-from pipeline.data.images import mask_decoder, pillow_decoder, resize, vips_decoder
-from pipeline.data.images.pillow_decoder import ImageReject as ImageReject
-from pipeline.data.images.resize import CROP_RULE, RESIZE_RULE
-from pipeline.data.sources.config import DataConfig
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.images import mask_decoder, pillow_decoder, resize, vips_decoder
+from sana_pipe.data.images.pillow_decoder import ImageReject as ImageReject
+from sana_pipe.data.images.resize import CROP_RULE, RESIZE_RULE
+from sana_pipe.data.sources.config import DataConfig
 
 MAX_PIXELS = 200_000_000
 LIMIT = "max_pixels"

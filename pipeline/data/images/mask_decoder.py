@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from pipeline.data.images.pillow_decoder import Header, ImageReject, strips, to_srgb
+from sana_pipe.data.images.pillow_decoder import Header, ImageReject, strips, to_srgb
 
 _CLASSES = 31
 """The largest gray value of 8 bits that counts as the number of a class; a mask that is darker shows nothing."""

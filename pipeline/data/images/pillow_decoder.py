@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageCms, ImageFile
 
-from pipeline.data.images import resize
+from sana_pipe.data.images import resize
 
 DECODER = "pillow-srgb-1"
 

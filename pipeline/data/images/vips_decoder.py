@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from pipeline.data.images import pillow_decoder, resize
-from pipeline.data.images.pillow_decoder import Header, ImageReject
+from sana_pipe.data.images import pillow_decoder, resize
+from sana_pipe.data.images.pillow_decoder import Header, ImageReject
 
 DECODER = "vips-srgb-1"
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from pipeline.base.errors import AwayError, UserError
+from sana_pipe.base.errors import AwayError, UserError
 
 T = TypeVar("T")
 OnRead = Callable[[Callable[[], str]], None]

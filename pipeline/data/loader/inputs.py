@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.base.errors import ConfigError
-from pipeline.data.cache.prompts import PromptSet
-from pipeline.data.cache.snapshot import Sample, Snapshot
-from pipeline.data.signals.control import ControlEncoding
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.data.cache.prompts import PromptSet
+from sana_pipe.data.cache.snapshot import Sample, Snapshot
+from sana_pipe.data.signals.control import ControlEncoding
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeline.data.loader.schedule import ScheduledBatch, permute
+from sana_pipe.data.loader.schedule import ScheduledBatch, permute
 
 _CACHED_WINDOWS = 4
 

@@ -19,16 +19,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from pipeline.base.errors import ConfigError
-from pipeline.data.cache.shard import RecordError, ShardReader
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.loader import randomness
-from pipeline.data.loader.batch_prefetch import BatchPrefetch, OnRead
-from pipeline.data.loader.buffer_pool import Allocator, BufferPool, aligned
-from pipeline.data.loader.planner import BatchOrder, BatchPlan, Planner
-from pipeline.data.loader.quarantine import Quarantine, Substitution, UnreadableRecord
-from pipeline.data.loader.shard_prefetch import ShardPrefetch
-from pipeline.data.signals.latent import LatentEncoding
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.data.cache.shard import RecordError, ShardReader
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.loader import randomness
+from sana_pipe.data.loader.batch_prefetch import BatchPrefetch, OnRead
+from sana_pipe.data.loader.buffer_pool import Allocator, BufferPool, aligned
+from sana_pipe.data.loader.planner import BatchOrder, BatchPlan, Planner
+from sana_pipe.data.loader.quarantine import Quarantine, Substitution, UnreadableRecord
+from sana_pipe.data.loader.shard_prefetch import ShardPrefetch
+from sana_pipe.data.signals.latent import LatentEncoding
 
 
 @dataclass(frozen=True)

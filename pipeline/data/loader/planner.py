@@ -15,12 +15,12 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_samples import Columns, Places, taken
-from pipeline.data.loader import randomness
-from pipeline.data.loader.length_grouping import LengthGrouping
-from pipeline.data.loader.schedule import Schedule, ScheduledBatch, permute
-from pipeline.data.sources.caption_rules import choose
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_samples import Columns, Places, taken
+from sana_pipe.data.loader import randomness
+from sana_pipe.data.loader.length_grouping import LengthGrouping
+from sana_pipe.data.loader.schedule import Schedule, ScheduledBatch, permute
+from sana_pipe.data.sources.caption_rules import choose
 
 CANDIDATES = 256
 """Limit on the substitutes that are tried for a sample."""

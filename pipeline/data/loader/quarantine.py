@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline.base.errors import writing
-from pipeline.data.cache.shard import RecordError
-from pipeline.data.loader.planner import BatchPlan, Planner
+from sana_pipe.base.errors import writing
+from sana_pipe.data.cache.shard import RecordError
+from sana_pipe.data.loader.planner import BatchPlan, Planner
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from pipeline.base.errors import CacheError
-from pipeline.data.cache.snapshot_head import Head
+from sana_pipe.base.errors import CacheError
+from sana_pipe.data.cache.snapshot_head import Head
 
 _ROUNDS = 6
 _SMALL = 1 << 15

@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from pipeline.base.amounts import amount
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.snapshot import Snapshot
+from sana_pipe.base.amounts import amount
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.snapshot import Snapshot
 
 STEPS = 1024
 """Limit on the steps that are planned ahead."""

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.loader.loader import Batch, Loader, LoaderSettings
-from pipeline.data.loader.schedule import ScheduledBatch, permute
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.loader.loader import Batch, Loader, LoaderSettings
+from sana_pipe.data.loader.schedule import ScheduledBatch, permute
 
 
 class FixedOrder:

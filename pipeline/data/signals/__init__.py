@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from pipeline.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding, encoding_classes
-from pipeline.data.encoders.config import TextConfig, VaeConfig
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.sources.config import DataConfig
+from sana_pipe.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding, encoding_classes
+from sana_pipe.data.encoders.config import TextConfig, VaeConfig
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.sources.config import DataConfig
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from pipeline.data.encoders.vae import Footprint
+    from sana_pipe.data.encoders.vae import Footprint
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class PictureSignal(Signal, PictureEncoding):
         Raises:
             ImageReject: as in `decoding.load`.
         """
-        from pipeline.data.images import decoding
+        from sana_pipe.data.images import decoding
 
         return decoding.load(data, size, self.background, max_pixels, self.decoder)
 

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from pipeline.base.errors import UserError
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.signals import Encoders
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.sources.config import DataConfig
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.signals import Encoders
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.sources.config import DataConfig
 
 CANNY = "canny-100-200"
 """OpenCV's Canny with these thresholds, which most ControlNets of edges were trained with."""

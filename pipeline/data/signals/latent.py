@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pipeline.data.cache.encodings import Encoding
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.signals import Encoders, PictureSignal
-from pipeline.data.sources.config import DataConfig
+from sana_pipe.data.cache.encodings import Encoding
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.signals import Encoders, PictureSignal
+from sana_pipe.data.sources.config import DataConfig
 
 if TYPE_CHECKING:
-    from pipeline.data.encoders.vae import ExactComparison, Footprint, LatentEncoder
+    from sana_pipe.data.encoders.vae import ExactComparison, Footprint, LatentEncoder
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class LatentEncoding(PictureSignal):
 
     @classmethod
     def wanted(cls, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Self:
-        from pipeline.data.encoders.vae import describe_vae
-        from pipeline.data.images.decoding import pixel_fields
+        from sana_pipe.data.encoders.vae import describe_vae
+        from sana_pipe.data.images.decoding import pixel_fields
 
         return cls(**describe_vae(encoders.vae), **pixel_fields(data), storage=encode.storage.latent)
 
     def model(self, encoders: Encoders) -> dict[str, Any]:
-        from pipeline.data.encoders.vae import describe_vae
+        from sana_pipe.data.encoders.vae import describe_vae
 
         return describe_vae(encoders.vae)
 
@@ -58,22 +58,22 @@ class LatentEncoding(PictureSignal):
         }
 
     def encoder(self, encoders: Encoders, device: Any) -> LatentEncoder:
-        from pipeline.data.encoders.vae import LatentEncoder
+        from sana_pipe.data.encoders.vae import LatentEncoder
 
         return LatentEncoder.load(encoders.vae, device)
 
     def provenance(self, encoders: Encoders) -> dict[str, Any]:
-        from pipeline.data.encoders.frozen import provenance_of
+        from sana_pipe.data.encoders.frozen import provenance_of
 
         return provenance_of(encoders.vae)
 
     def comparison(self, encoders: Encoders) -> ExactComparison | None:
-        from pipeline.data.encoders.vae import ExactComparison
+        from sana_pipe.data.encoders.vae import ExactComparison
 
         return None if encoders.vae.dtype == "fp32" else ExactComparison(encoders.vae)
 
     def footprint(self, encoders: Encoders, height: int, width: int) -> Footprint:
-        from pipeline.data.encoders.vae import footprint
+        from sana_pipe.data.encoders.vae import footprint
 
         return footprint(encoders.vae, height, width)
 

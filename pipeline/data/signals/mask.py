@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.signals import Encoders, PictureEncoder, PictureSignal
-from pipeline.data.sources.config import DataConfig
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.signals import Encoders, PictureEncoder, PictureSignal
+from sana_pipe.data.sources.config import DataConfig
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class _Averages:
     def encode(self, images: np.ndarray) -> np.ndarray:
         import torch
 
-        from pipeline.data.encoders.frozen import bf16_bits
+        from sana_pipe.data.encoders.frozen import bf16_bits
 
         gray = images @ np.array([299, 587, 114], np.float64) / 255_000
         count, height, width = gray.shape
@@ -52,7 +52,7 @@ class MaskEncoding(PictureSignal):
 
     @classmethod
     def wanted(cls, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Self | None:
-        from pipeline.data.images.decoding import pixel_fields
+        from sana_pipe.data.images.decoding import pixel_fields
 
         given = data.pictures.mask
         if given is None:
@@ -66,7 +66,7 @@ class MaskEncoding(PictureSignal):
         return _Averages(self.compression)
 
     def pixels(self, data: bytes, size: tuple[int, int], max_pixels: int) -> np.ndarray:
-        from pipeline.data.images import decoding
+        from sana_pipe.data.images import decoding
 
         gray = (decoding.load_alpha if self.made else decoding.load_mask)(data, size, max_pixels)
         if gray is None:
@@ -75,7 +75,7 @@ class MaskEncoding(PictureSignal):
 
 
 def _compression(encoders: Encoders) -> dict[str, Any]:
-    from pipeline.base.hub import resolve
-    from pipeline.data.encoders.vae import vae_shape
+    from sana_pipe.base.hub import resolve
+    from sana_pipe.data.encoders.vae import vae_shape
 
     return {"compression": vae_shape(resolve(encoders.vae))[0]}

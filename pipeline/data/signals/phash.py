@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from pipeline.base.errors import CacheError
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.images.decoding import pixel_fields
-from pipeline.data.images.perceptual_hash import LENGTH, RULE, WORDS, hashes
-from pipeline.data.signals import Encoders, PictureEncoder, PictureSignal
-from pipeline.data.sources.config import DataConfig
+from sana_pipe.base.errors import CacheError
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.images.decoding import pixel_fields
+from sana_pipe.data.images.perceptual_hash import LENGTH, RULE, WORDS, hashes
+from sana_pipe.data.signals import Encoders, PictureEncoder, PictureSignal
+from sana_pipe.data.sources.config import DataConfig
 
 LENGTHS = {"dct-sign-2x128-1": WORDS + 1, RULE: LENGTH}
 """Words of a hash by its rule. Hashes of earlier rules can be read, but not compared: the first has no colours."""

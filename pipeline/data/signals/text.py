@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.signals import CaptionSignal, Encoders
-from pipeline.data.sources.config import DataConfig
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.signals import CaptionSignal, Encoders
+from sana_pipe.data.sources.config import DataConfig
 
 if TYPE_CHECKING:
-    from pipeline.data.encoders.text import TextEncoder
+    from sana_pipe.data.encoders.text import TextEncoder
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class TextEncoding(CaptionSignal):
 
     @property
     def pads_null(self) -> bool:
-        from pipeline.data.encoders.text_kind import kind_class
+        from sana_pipe.data.encoders.text_kind import kind_class
 
         return kind_class(self.encoder_kind).pads_null
 
@@ -47,7 +47,7 @@ class TextEncoding(CaptionSignal):
         return _described(encoders)
 
     def settings(self, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Mapping[str, tuple[Any, Any]]:
-        from pipeline.data.encoders.text_kind import kind_class
+        from sana_pipe.data.encoders.text_kind import kind_class
 
         text, kind = encoders.text, kind_class(self.encoder_kind)
         prompting = {normalisation: name for name, normalisation in kind.normalisations.items()}
@@ -60,17 +60,17 @@ class TextEncoding(CaptionSignal):
         }
 
     def encoder(self, encoders: Encoders, device: Any) -> TextEncoder:
-        from pipeline.data.encoders.text import TextEncoder
+        from sana_pipe.data.encoders.text import TextEncoder
 
         return TextEncoder.load(encoders.text, device)
 
     def provenance(self, encoders: Encoders) -> dict[str, Any]:
-        from pipeline.data.encoders.frozen import provenance_of
+        from sana_pipe.data.encoders.frozen import provenance_of
 
         return provenance_of(encoders.text)
 
 
 def _described(encoders: Encoders) -> dict[str, Any]:
-    from pipeline.data.encoders.text import describe_text
+    from sana_pipe.data.encoders.text import describe_text
 
     return describe_text(encoders.text)

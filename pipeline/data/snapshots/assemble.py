@@ -14,17 +14,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.errors import CacheError, UserError
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.index import RecordIndex
-from pipeline.data.cache.keys import as_keys, of_halves, to_column
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.cache.snapshot_head import Bucket, BucketPart, Head, Policies, TextPlace
-from pipeline.data.cache.snapshot_lists import Chunk, ChunkTable, ShardTable
-from pipeline.data.cache.snapshot_samples import CHUNK_ROWS, NAMES, WRITTEN, ContentDigest, samples_schema, write_chunk
-from pipeline.data.images import buckets
-from pipeline.data.snapshots.frames import Frame, pieces
-from pipeline.data.snapshots.join import EncodedRecords, Joined
+from sana_pipe.base.errors import CacheError, UserError
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.index import RecordIndex
+from sana_pipe.data.cache.keys import as_keys, of_halves, to_column
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.cache.snapshot_head import Bucket, BucketPart, Head, Policies, TextPlace
+from sana_pipe.data.cache.snapshot_lists import Chunk, ChunkTable, ShardTable
+from sana_pipe.data.cache.snapshot_samples import CHUNK_ROWS, NAMES, WRITTEN, ContentDigest, samples_schema, write_chunk
+from sana_pipe.data.images import buckets
+from sana_pipe.data.snapshots.frames import Frame, pieces
+from sana_pipe.data.snapshots.join import EncodedRecords, Joined
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from fractions import Fraction
 
 import numpy as np
 
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.codec import to_float
-from pipeline.data.snapshots.frames import Frame
-from pipeline.data.snapshots.join import EncodedRecords
-from pipeline.data.snapshots.record_values import read_records
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.codec import to_float
+from sana_pipe.data.snapshots.frames import Frame
+from sana_pipe.data.snapshots.join import EncodedRecords
+from sana_pipe.data.snapshots.record_values import read_records
 
 CLUSTERS = 32
 """Groups at most."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.base.config import Location, Positive, Section, Share
+from sana_pipe.base.config import Location, Positive, Section, Share
 
 
 class SourceConfig(Section):

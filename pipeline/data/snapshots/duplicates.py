@@ -19,14 +19,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.disk import cache_errors
-from pipeline.base.errors import UserError
-from pipeline.data.cache.arrow import batches
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.layout import sample_id
-from pipeline.data.snapshots.frames import Frame, pieces
-from pipeline.data.snapshots.join import Joined
-from pipeline.data.sources import reject_kinds
+from sana_pipe.base.disk import cache_errors
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.cache.arrow import batches
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.layout import sample_id
+from sana_pipe.data.snapshots.frames import Frame, pieces
+from sana_pipe.data.snapshots.join import Joined
+from sana_pipe.data.sources import reject_kinds
 
 LARGEST = 10
 """Groups that are shown."""

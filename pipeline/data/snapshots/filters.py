@@ -20,8 +20,8 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from pipeline.base.errors import UserError
-from pipeline.data.sources.filenames import escaped, short_repr, shortened
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.sources.filenames import escaped, short_repr, shortened
 
 BUILTIN = {
     "source": ("", "name of the source"),

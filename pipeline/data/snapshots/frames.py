@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.data.cache.arrow import ROWS
-from pipeline.data.cache.scratch import Scratch
+from sana_pipe.data.cache.arrow import ROWS
+from sana_pipe.data.cache.scratch import Scratch
 
 _PER_SAMPLE = {
     "source": np.int32,

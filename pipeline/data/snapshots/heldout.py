@@ -15,13 +15,13 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from pipeline.base.errors import ConfigError, IntegrityError
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_head import Head, HeldOut
-from pipeline.data.cache.snapshot_samples import picture_keys
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.phash import HashEncoding
+from sana_pipe.base.errors import ConfigError, IntegrityError
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_head import Head, HeldOut
+from sana_pipe.data.cache.snapshot_samples import picture_keys
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.phash import HashEncoding
 
 OPTION = "train.validation.snapshot"
 

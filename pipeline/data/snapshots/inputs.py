@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.base.errors import CacheError, UserError
-from pipeline.data.cache.cache import Cache, CacheLocation
-from pipeline.data.cache.encodings import Encoding
-from pipeline.data.cache.index import RecordIndex
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.images import buckets
-from pipeline.data.signals import Encoders, Signal
-from pipeline.data.signals.latent import compression
-from pipeline.data.snapshots.assemble import BucketTable
-from pipeline.data.snapshots.config import BucketConfig
-from pipeline.data.snapshots.join import EncodedRecords, Resolution
-from pipeline.data.sources.config import DataConfig
+from sana_pipe.base.errors import CacheError, UserError
+from sana_pipe.data.cache.cache import Cache, CacheLocation
+from sana_pipe.data.cache.encodings import Encoding
+from sana_pipe.data.cache.index import RecordIndex
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.images import buckets
+from sana_pipe.data.signals import Encoders, Signal
+from sana_pipe.data.signals.latent import compression
+from sana_pipe.data.snapshots.assemble import BucketTable
+from sana_pipe.data.snapshots.config import BucketConfig
+from sana_pipe.data.snapshots.join import EncodedRecords, Resolution
+from sana_pipe.data.sources.config import DataConfig
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.cache import scan_table
-from pipeline.data.cache.arrow import batches
-from pipeline.data.cache.arrow import text as text_column
-from pipeline.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding, caption_of, pictures_of
-from pipeline.data.cache.index import RecordIndex
-from pipeline.data.cache.keys import fixed, key_bytes, sample_ids
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.images import buckets
-from pipeline.data.snapshots.frames import Frame, FrameColumns, pieces
-from pipeline.data.sources import caption_rules as captions
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.reject_kinds import EXAMPLES, Kinds
+from sana_pipe.data.cache import scan_table
+from sana_pipe.data.cache.arrow import batches
+from sana_pipe.data.cache.arrow import text as text_column
+from sana_pipe.data.cache.encodings import CaptionEncoding, Encoding, PictureEncoding, caption_of, pictures_of
+from sana_pipe.data.cache.index import RecordIndex
+from sana_pipe.data.cache.keys import fixed, key_bytes, sample_ids
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.images import buckets
+from sana_pipe.data.snapshots.frames import Frame, FrameColumns, pieces
+from sana_pipe.data.sources import caption_rules as captions
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.reject_kinds import EXAMPLES, Kinds
 
 ENCODE = "run sana-pipe encode"
 

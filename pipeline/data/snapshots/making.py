@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.base.config import setting
-from pipeline.base.errors import CacheError
-from pipeline.data.cache.arrow import batches
-from pipeline.data.cache.snapshot_head import HeldOut, Policies
-from pipeline.data.signals.phash import ANEW, HashEncoding
-from pipeline.data.snapshots import balance, near, near_samples, selection
-from pipeline.data.snapshots.assemble import Assembled, assemble, folder_repeats
-from pipeline.data.snapshots.config import BucketConfig, SourceConfig
-from pipeline.data.snapshots.duplicates import Duplicates, Named, unused
-from pipeline.data.snapshots.filters import Filter
-from pipeline.data.snapshots.frames import Frame
-from pipeline.data.snapshots.inputs import Inputs
-from pipeline.data.snapshots.join import Joined, join, usable, without_policy
-from pipeline.data.snapshots.near import Report
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import CacheError
+from sana_pipe.data.cache.arrow import batches
+from sana_pipe.data.cache.snapshot_head import HeldOut, Policies
+from sana_pipe.data.signals.phash import ANEW, HashEncoding
+from sana_pipe.data.snapshots import balance, near, near_samples, selection
+from sana_pipe.data.snapshots.assemble import Assembled, assemble, folder_repeats
+from sana_pipe.data.snapshots.config import BucketConfig, SourceConfig
+from sana_pipe.data.snapshots.duplicates import Duplicates, Named, unused
+from sana_pipe.data.snapshots.filters import Filter
+from sana_pipe.data.snapshots.frames import Frame
+from sana_pipe.data.snapshots.inputs import Inputs
+from sana_pipe.data.snapshots.join import Joined, join, usable, without_policy
+from sana_pipe.data.snapshots.near import Report
 
 PAD_TEXT_MULTIPLE = 16
 """Captions of a batch are padded to a multiple of this many tokens, at most to the longest that the text encoding

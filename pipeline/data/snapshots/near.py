@@ -15,7 +15,7 @@ from itertools import combinations
 
 import numpy as np
 
-from pipeline.data.images.perceptual_hash import BITS, GRID, VIEW_COLOURS, VIEW_WORDS, WORDS, chroma, flipped
+from sana_pipe.data.images.perceptual_hash import BITS, GRID, VIEW_COLOURS, VIEW_WORDS, WORDS, chroma, flipped
 
 DISTANCE = 17
 """Bits of 128 in which the hashes of near pictures may differ."""

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.base.errors import CacheError, ConfigError
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.encodings import Encoding
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_samples import CHUNK_ROWS, concatenated, taken
-from pipeline.data.images.perceptual_hash import LENGTH, RULE, WORDS
-from pipeline.data.signals.phash import ANEW, HashEncoding
-from pipeline.data.snapshots import near
-from pipeline.data.snapshots.frames import Frame, pieces
-from pipeline.data.snapshots.join import EncodedRecords, Joined
-from pipeline.data.snapshots.record_values import read_records
+from sana_pipe.base.errors import CacheError, ConfigError
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.encodings import Encoding
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_samples import CHUNK_ROWS, concatenated, taken
+from sana_pipe.data.images.perceptual_hash import LENGTH, RULE, WORDS
+from sana_pipe.data.signals.phash import ANEW, HashEncoding
+from sana_pipe.data.snapshots import near
+from sana_pipe.data.snapshots.frames import Frame, pieces
+from sana_pipe.data.snapshots.join import EncodedRecords, Joined
+from sana_pipe.data.snapshots.record_values import read_records
 
 LARGEST = 10
 """Groups that a report shows."""

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.base.errors import CacheError, ConfigError
-from pipeline.data.cache import prompts as prompt_sets
-from pipeline.data.cache.cache import CAPTIONS, Cache
-from pipeline.data.cache.prompts import PromptSet
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.loader.inputs import Inputs, check_pictures, leaked
-from pipeline.data.signals.control import ControlEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.snapshots import heldout
-from pipeline.data.sources import caption_rules
+from sana_pipe.base.errors import CacheError, ConfigError
+from sana_pipe.data.cache import prompts as prompt_sets
+from sana_pipe.data.cache.cache import CAPTIONS, Cache
+from sana_pipe.data.cache.prompts import PromptSet
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.loader.inputs import Inputs, check_pictures, leaked
+from sana_pipe.data.signals.control import ControlEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.snapshots import heldout
+from sana_pipe.data.sources import caption_rules
 
 Log = Callable[[str], None]
 

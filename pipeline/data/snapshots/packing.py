@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from pipeline.base.errors import CacheError, UserError
-from pipeline.data.cache import index, layout
-from pipeline.data.cache.cache import Cache, Unit, WorkList
-from pipeline.data.cache.codec import PLAIN
-from pipeline.data.cache.joint import JointWriter, Payload
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.shard import ShardReader
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_head import Bucket, BucketPart, Head, PackedOrder, TextPlace
-from pipeline.data.cache.snapshot_lists import Chunk, ChunkTable, ShardTable
-from pipeline.data.cache.snapshot_samples import (
+from sana_pipe.base.errors import CacheError, UserError
+from sana_pipe.data.cache import index, layout
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.data.cache.codec import PLAIN
+from sana_pipe.data.cache.joint import JointWriter, Payload
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.shard import ShardReader
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_head import Bucket, BucketPart, Head, PackedOrder, TextPlace
+from sana_pipe.data.cache.snapshot_lists import Chunk, ChunkTable, ShardTable
+from sana_pipe.data.cache.snapshot_samples import (
     CHUNK_ROWS,
     NAMES,
     ContentDigest,
@@ -38,7 +38,7 @@ from pipeline.data.cache.snapshot_samples import (
     samples_schema,
     write_chunk,
 )
-from pipeline.data.loader.schedule import permute
+from sana_pipe.data.loader.schedule import permute
 
 OVERHEAD = 1536
 """Bytes of tar and npy headers and padding per member, roughly."""

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.base.errors import CacheError, escaped
-from pipeline.base.options import flat
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.findings import bucket_command
-from pipeline.data.cache.layout import BUCKET, Paths
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_head import Head
+from sana_pipe.base.errors import CacheError, escaped
+from sana_pipe.base.options import flat
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.findings import bucket_command
+from sana_pipe.data.cache.layout import BUCKET, Paths
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_head import Head
 
 _PREFIX = "caption_prefix"
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.cache.adopt import adopt, bring
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.snapshot_head import Head, check_sizes
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.snapshots import selection
-from pipeline.data.snapshots.frames import pieces
-from pipeline.data.snapshots.inputs import Inputs
-from pipeline.data.snapshots.making import Made
+from sana_pipe.data.cache.adopt import adopt, bring
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.snapshot_head import Head, check_sizes
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.snapshots import selection
+from sana_pipe.data.snapshots.frames import pieces
+from sana_pipe.data.snapshots.inputs import Inputs
+from sana_pipe.data.snapshots.making import Made
 
 
 def publish(

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.codec import PLAIN
-from pipeline.data.cache.encodings import Encoding
-from pipeline.data.cache.index import RecordIndex
-from pipeline.data.cache.shard import ShardReader
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.codec import PLAIN
+from sana_pipe.data.cache.encodings import Encoding
+from sana_pipe.data.cache.index import RecordIndex
+from sana_pipe.data.cache.shard import ShardReader
 
 READ_BYTES = 64 << 20
 

@@ -15,14 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.cache.arrow import batches
-from pipeline.data.cache.keys import SortedKeys, halves, of_halves
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.snapshots import filters
-from pipeline.data.snapshots.duplicates import Duplicates
-from pipeline.data.snapshots.filters import Filter
-from pipeline.data.snapshots.frames import Frame, pieces, ranges
-from pipeline.data.snapshots.join import EncodedRecords, Joined
+from sana_pipe.data.cache.arrow import batches
+from sana_pipe.data.cache.keys import SortedKeys, halves, of_halves
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.snapshots import filters
+from sana_pipe.data.snapshots.duplicates import Duplicates
+from sana_pipe.data.snapshots.filters import Filter
+from sana_pipe.data.snapshots.frames import Frame, pieces, ranges
+from sana_pipe.data.snapshots.join import EncodedRecords, Joined
 
 
 def filtered(

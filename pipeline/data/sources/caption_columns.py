@@ -19,14 +19,14 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from pipeline.base.config import setting
-from pipeline.base.errors import UserError
-from pipeline.data.cache.layout import canonical
-from pipeline.data.cache.prompts import with_prefix
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.filenames import REPEATS, escaped, short_repr, stem
-from pipeline.data.sources.tag_sets import joined, variants
-from pipeline.data.sources.text_parts import CAPTIONS, TAGS, lines_of, parts_of, unpacked
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.cache.layout import canonical
+from sana_pipe.data.cache.prompts import with_prefix
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.filenames import REPEATS, escaped, short_repr, stem
+from sana_pipe.data.sources.tag_sets import joined, variants
+from sana_pipe.data.sources.text_parts import CAPTIONS, TAGS, lines_of, parts_of, unpacked
 
 MAX_COLUMNS = 1000
 """Limit on the columns that are remembered; a source with more has rows with arbitrary keys, not columns."""

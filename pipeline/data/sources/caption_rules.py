@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.errors import UserError
-from pipeline.data.encoders.config import INSTRUCTIONS, TextConfig
-from pipeline.data.sources import prx_cleaning
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.encoders.config import INSTRUCTIONS, TextConfig
+from sana_pipe.data.sources import prx_cleaning
 
 _FLAGS = re.compile(
     r"(?<!\S)--(?:[A-Za-z]{1,2}|seed|steps|width|height|neg|negative|niji|style|stylize|chaos)(?=[\s=]|$)"

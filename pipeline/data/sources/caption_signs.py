@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.errors import escaped
-from pipeline.data.cache.arrow import batches
-from pipeline.data.cache.prompts import TRIGGER_PLACE
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.filenames import shortened
-from pipeline.data.sources.tag_sets import tags_of
+from sana_pipe.base.errors import escaped
+from sana_pipe.data.cache.arrow import batches
+from sana_pipe.data.cache.prompts import TRIGGER_PLACE
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.filenames import shortened
+from sana_pipe.data.sources.tag_sets import tags_of
 
 _MARKS = (b"[", b"<", b"{", b"|", b"\n")
 """Bytes of which each sign has one."""

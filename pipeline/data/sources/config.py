@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.base.config import Channel, Location, NotNegative, Positive, Section, Share
+from sana_pipe.base.config import Channel, Location, NotNegative, Positive, Section, Share
 
 
 class TagsConfig(Section):

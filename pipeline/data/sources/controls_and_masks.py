@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipeline.base.errors import UserError
-from pipeline.data.sources.config import ControlOrMaskConfig, ControlsAndMasks
-from pipeline.data.sources.filenames import base, composed
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.sources.config import ControlOrMaskConfig, ControlsAndMasks
+from sana_pipe.data.sources.filenames import base, composed
 
 
 @dataclass(frozen=True)

@@ -24,21 +24,30 @@ from typing import Any
 
 import braceexpand
 
-from pipeline.base.errors import UserError, alternatives, not_permitted
-from pipeline.base.retrying import PATIENCE_S
-from pipeline.data.cache import connections
-from pipeline.data.cache.cache import as_source_name
-from pipeline.data.sources import controls_and_masks
-from pipeline.data.sources.caption_columns import CaptionRule
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.filenames import EXTENSIONS, base, error_text, escaped, extension, is_url, kind_of_file, stem
-from pipeline.data.sources.filesystem import Filesystem, LocalFilesystem, mode_of, refuse_surrogates
-from pipeline.data.sources.formats import FORMATS, formats
-from pipeline.data.sources.metadata_files import METADATA_NAMES
-from pipeline.data.sources.remote import RemoteFilesystem, last_part
-from pipeline.data.sources.sidecars import CAPTION_ENDINGS
-from pipeline.data.sources.source import Format, Given, Source, divided
-from pipeline.data.sources.unread import explain
+from sana_pipe.base.errors import UserError, alternatives, not_permitted
+from sana_pipe.base.retrying import PATIENCE_S
+from sana_pipe.data.cache import connections
+from sana_pipe.data.cache.cache import as_source_name
+from sana_pipe.data.sources import controls_and_masks
+from sana_pipe.data.sources.caption_columns import CaptionRule
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.filenames import (
+    EXTENSIONS,
+    base,
+    error_text,
+    escaped,
+    extension,
+    is_url,
+    kind_of_file,
+    stem,
+)
+from sana_pipe.data.sources.filesystem import Filesystem, LocalFilesystem, mode_of, refuse_surrogates
+from sana_pipe.data.sources.formats import FORMATS, formats
+from sana_pipe.data.sources.metadata_files import METADATA_NAMES
+from sana_pipe.data.sources.remote import RemoteFilesystem, last_part
+from sana_pipe.data.sources.sidecars import CAPTION_ENDINGS
+from sana_pipe.data.sources.source import Format, Given, Source, divided
+from sana_pipe.data.sources.unread import explain
 
 MAX_LOOSE = 8
 """Files at the top of a folder that may list its pictures."""

@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.base.errors import escaped as escaped
-from pipeline.base.urls import strip_credentials
+from sana_pipe.base.errors import escaped as escaped
+from sana_pipe.base.urls import strip_credentials
 
 # Formats that `images` refuses are listed, too: a folder of HEIC photos must show as rejects, not as "no pictures".
 _EXTENSIONS = (

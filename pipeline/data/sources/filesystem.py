@@ -23,11 +23,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
-from pipeline.base import retrying
-from pipeline.base.disk import raise_if_of_machine
-from pipeline.base.errors import AwayError, UserError
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.sources.filenames import (
+from sana_pipe.base import retrying
+from sana_pipe.base.disk import raise_if_of_machine
+from sana_pipe.base.errors import AwayError, UserError
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.sources.filenames import (
     error_text,
     escaped,
     has_surrogates,

@@ -15,15 +15,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.errors import UserError
-from pipeline.data.cache.arrow import batches
-from pipeline.data.cache.item_rows import ItemRows
-from pipeline.data.cache.layout import digest
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.sources import listing_hints
-from pipeline.data.sources.caption_columns import CaptionRule, PictureCaptions
-from pipeline.data.sources.controls_and_masks import ControlOrMask
-from pipeline.data.sources.filenames import (
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.cache.arrow import batches
+from sana_pipe.data.cache.item_rows import ItemRows
+from sana_pipe.data.cache.layout import digest
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.sources import listing_hints
+from sana_pipe.data.sources.caption_columns import CaptionRule, PictureCaptions
+from sana_pipe.data.sources.controls_and_masks import ControlOrMask
+from sana_pipe.data.sources.filenames import (
     EXTENSIONS,
     base,
     composed,
@@ -37,8 +37,8 @@ from pipeline.data.sources.filenames import (
     stem,
     unsafe_reason,
 )
-from pipeline.data.sources.filesystem import LEADS_OUT, Filesystem, LocalFilesystem, Unreadable, mode_of
-from pipeline.data.sources.metadata_files import (
+from sana_pipe.data.sources.filesystem import LEADS_OUT, Filesystem, LocalFilesystem, Unreadable, mode_of
+from sana_pipe.data.sources.metadata_files import (
     FILE_COLUMN,
     METADATA_NAMES,
     REJECTS,
@@ -47,9 +47,9 @@ from pipeline.data.sources.metadata_files import (
     check_caption_columns,
     no_column,
 )
-from pipeline.data.sources.range_prefetch import FileRange
-from pipeline.data.sources.reject_kinds import Kinds
-from pipeline.data.sources.sidecars import (
+from sana_pipe.data.sources.range_prefetch import FileRange
+from sana_pipe.data.sources.reject_kinds import Kinds
+from sana_pipe.data.sources.sidecars import (
     CAPTION_ENDINGS,
     MAX_CAPTION_BYTES,
     TEXT_ENDINGS,
@@ -58,7 +58,7 @@ from pipeline.data.sources.sidecars import (
     captions_of,
     read_sidecar,
 )
-from pipeline.data.sources.source import (
+from sana_pipe.data.sources.source import (
     Format,
     Fragment,
     Given,
@@ -71,7 +71,7 @@ from pipeline.data.sources.source import (
     Stats,
     with_controls_and_masks,
 )
-from pipeline.data.sources.unread import annotations_refused, explain, form_of_annotations
+from sana_pipe.data.sources.unread import annotations_refused, explain, form_of_annotations
 
 SHARED = "caption file of several pictures"
 METADATA_BATCH = 4096

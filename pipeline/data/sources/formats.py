@@ -10,15 +10,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipeline.data.sources.source import Format
+    from sana_pipe.data.sources.source import Format
 
 FORMATS: dict[str, str] = {
-    "folder": "pipeline.data.sources.folder:Folder",
-    "webdataset": "pipeline.data.sources.tars:Webdataset",
-    "wids": "pipeline.data.sources.tars:Wids",
-    "parquet": "pipeline.data.sources.tables:Parquet",
-    "jsonl": "pipeline.data.sources.tables:Jsonl",
-    "csv": "pipeline.data.sources.tables:Csv",
+    "folder": "sana_pipe.data.sources.folder:Folder",
+    "webdataset": "sana_pipe.data.sources.tars:Webdataset",
+    "wids": "sana_pipe.data.sources.tars:Wids",
+    "parquet": "sana_pipe.data.sources.tables:Parquet",
+    "jsonl": "sana_pipe.data.sources.tables:Jsonl",
+    "csv": "sana_pipe.data.sources.tables:Csv",
 }
 """Name -> `module:class`. Of two that may have a file, the first takes it."""
 

@@ -8,12 +8,12 @@ import shlex
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.config import setting
-from pipeline.base.errors import UserError
-from pipeline.data.sources.caption_columns import CaptionRule, text_columns
-from pipeline.data.sources.filenames import EXTENSIONS, escaped, extension, stem
-from pipeline.data.sources.filesystem import Filesystem
-from pipeline.data.sources.metadata_files import NAME_COLUMNS, first_row
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.sources.caption_columns import CaptionRule, text_columns
+from sana_pipe.data.sources.filenames import EXTENSIONS, escaped, extension, stem
+from sana_pipe.data.sources.filesystem import Filesystem
+from sana_pipe.data.sources.metadata_files import NAME_COLUMNS, first_row
 
 ENDINGS = ("json", "jsonl", "ndjson", "csv", "tsv", "txt")
 CONTROL = {"source": "target", "conditioning_image": "image", "control": "image"}

@@ -17,17 +17,17 @@ from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
-from pipeline.base.config import setting
-from pipeline.base.errors import UserError
-from pipeline.data.cache.item_rows import ItemRows
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.sources.caption_columns import TEXT_FILE, CaptionRule, PictureCaptions, columns_of, has_column
-from pipeline.data.sources.controls_and_masks import ControlOrMask
-from pipeline.data.sources.filenames import error_text, escaped, extension, has_surrogates, is_web, short_repr, shown
-from pipeline.data.sources.filesystem import Filesystem, Unreadable
-from pipeline.data.sources.sidecars import MAX_CAPTION_BYTES, parse_json
-from pipeline.data.sources.unread import TURNS, annotations_refused
-from pipeline.data.sources.web_tables import refused
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.cache.item_rows import ItemRows
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.sources.caption_columns import TEXT_FILE, CaptionRule, PictureCaptions, columns_of, has_column
+from sana_pipe.data.sources.controls_and_masks import ControlOrMask
+from sana_pipe.data.sources.filenames import error_text, escaped, extension, has_surrogates, is_web, short_repr, shown
+from sana_pipe.data.sources.filesystem import Filesystem, Unreadable
+from sana_pipe.data.sources.sidecars import MAX_CAPTION_BYTES, parse_json
+from sana_pipe.data.sources.unread import TURNS, annotations_refused
+from sana_pipe.data.sources.web_tables import refused
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMN = "file_name"

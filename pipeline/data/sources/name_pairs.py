@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.sources.filenames import composed, extension, stem
+from sana_pipe.data.sources.filenames import composed, extension, stem
 
 PLACES = 3
 """Words at either end of a name that are tried."""

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.cache import arrow
-from pipeline.data.sources.filenames import composed, stem
-from pipeline.data.sources.name_pairs import Pair, pairs
-from pipeline.data.sources.reject_kinds import Kinds
+from sana_pipe.data.cache import arrow
+from sana_pipe.data.sources.filenames import composed, stem
+from sana_pipe.data.sources.name_pairs import Pair, pairs
+from sana_pipe.data.sources.reject_kinds import Kinds
 
 SAMPLED = 500
 """Pictures whose names are compared with all others."""

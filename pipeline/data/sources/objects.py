@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
-from pipeline.base.urls import strip_credentials
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.sources.filenames import is_url, unsafe_reason
-from pipeline.data.sources.filesystem import Filesystem, Unreadable
-from pipeline.data.sources.remote import RemoteFilesystem
+from sana_pipe.base.urls import strip_credentials
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.sources.filenames import is_url, unsafe_reason
+from sana_pipe.data.sources.filesystem import Filesystem, Unreadable
+from sana_pipe.data.sources.remote import RemoteFilesystem
 
 STORES = ("s3", "s3a", "gs", "gcs", "hf", "az", "abfs", "abfss")
 """Schemes of stores."""

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from pipeline.data.sources.filesystem import Unreadable
+from sana_pipe.data.sources.filesystem import Unreadable
 
 K = TypeVar("K")
 

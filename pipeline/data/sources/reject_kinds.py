@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 
-from pipeline.data.sources.filenames import escaped, shortened, stem
+from sana_pipe.data.sources.filenames import escaped, shortened, stem
 
 EXAMPLES = 5
 KINDS = 100

@@ -26,15 +26,21 @@ from urllib.parse import quote, unquote, urlsplit
 import pyarrow as pa
 import xxhash
 
-from pipeline.base import retrying
-from pipeline.base.disk import raise_if_of_machine
-from pipeline.base.errors import UserError, expanded
-from pipeline.base.urls import strip_credentials
-from pipeline.data.cache.connections import CHANGE_TIMES, Connection, ObjectAwayError, RequestFailed, refuse_credentials
-from pipeline.data.cache.item_rows import ItemRows
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.sources.filenames import error_text, escaped, is_url, unsafe_reason
-from pipeline.data.sources.filesystem import Filesystem, RangeFile, Unreadable, check_length, or_unreadable
+from sana_pipe.base import retrying
+from sana_pipe.base.disk import raise_if_of_machine
+from sana_pipe.base.errors import UserError, expanded
+from sana_pipe.base.urls import strip_credentials
+from sana_pipe.data.cache.connections import (
+    CHANGE_TIMES,
+    Connection,
+    ObjectAwayError,
+    RequestFailed,
+    refuse_credentials,
+)
+from sana_pipe.data.cache.item_rows import ItemRows
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.sources.filenames import error_text, escaped, is_url, unsafe_reason
+from sana_pipe.data.sources.filesystem import Filesystem, RangeFile, Unreadable, check_length, or_unreadable
 
 BLOCK = 4 << 20
 SPOOL_BYTES = 8 << 30

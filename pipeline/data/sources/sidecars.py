@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.data.sources.caption_columns import CaptionRule, PictureCaptions
-from pipeline.data.sources.filenames import escaped, extension, has_surrogates, short_repr
-from pipeline.data.sources.filesystem import Unreadable
-from pipeline.data.sources.source import Reject
+from sana_pipe.data.sources.caption_columns import CaptionRule, PictureCaptions
+from sana_pipe.data.sources.filenames import escaped, extension, has_surrogates, short_repr
+from sana_pipe.data.sources.filesystem import Unreadable
+from sana_pipe.data.sources.source import Reject
 
 MAX_CAPTION_BYTES = 1 << 20
 TEXT_ENDINGS = ("txt", "caption", "cap")

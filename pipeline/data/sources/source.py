@@ -23,17 +23,17 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from pipeline.base.config import setting
-from pipeline.base.errors import UserError
-from pipeline.data.cache.layout import digest
-from pipeline.data.cache.scratch import Scratch
-from pipeline.data.sources.caption_columns import CaptionRule, PictureCaptions
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.controls_and_masks import ControlOrMask
-from pipeline.data.sources.filenames import escaped, extension, kind_of_file
-from pipeline.data.sources.filesystem import Filesystem, Unreadable, or_unreadable
-from pipeline.data.sources.range_prefetch import PARALLEL_REQUESTS, FileRange, RangePrefetch
-from pipeline.data.sources.reject_kinds import Kinds, kind
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.cache.layout import digest
+from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.sources.caption_columns import CaptionRule, PictureCaptions
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.controls_and_masks import ControlOrMask
+from sana_pipe.data.sources.filenames import escaped, extension, kind_of_file
+from sana_pipe.data.sources.filesystem import Filesystem, Unreadable, or_unreadable
+from sana_pipe.data.sources.range_prefetch import PARALLEL_REQUESTS, FileRange, RangePrefetch
+from sana_pipe.data.sources.reject_kinds import Kinds, kind
 
 _LISTED = pa.schema([("entries", pa.large_binary())])
 

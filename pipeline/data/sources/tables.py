@@ -22,13 +22,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.base.config import setting
-from pipeline.base.errors import AwayError, UserError
-from pipeline.data.cache.arrow import ParquetFile
-from pipeline.data.cache.layout import digest
-from pipeline.data.sources.caption_columns import text_columns
-from pipeline.data.sources.controls_and_masks import ControlOrMask
-from pipeline.data.sources.filenames import (
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import AwayError, UserError
+from sana_pipe.data.cache.arrow import ParquetFile
+from sana_pipe.data.cache.layout import digest
+from sana_pipe.data.sources.caption_columns import text_columns
+from sana_pipe.data.sources.controls_and_masks import ControlOrMask
+from sana_pipe.data.sources.filenames import (
     EXTENSIONS,
     error_text,
     escaped,
@@ -39,9 +39,9 @@ from pipeline.data.sources.filenames import (
     shown,
     stem,
 )
-from pipeline.data.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
-from pipeline.data.sources.folder import FolderSource, Listing, texts
-from pipeline.data.sources.metadata_files import (
+from sana_pipe.data.sources.filesystem import Filesystem, Unreadable, is_read_error, unreadable_reason
+from sana_pipe.data.sources.folder import FolderSource, Listing, texts
+from sana_pipe.data.sources.metadata_files import (
     LINK_COLUMNS,
     NAME_COLUMNS,
     MetadataReader,
@@ -51,12 +51,12 @@ from pipeline.data.sources.metadata_files import (
     only,
     picture_column,
 )
-from pipeline.data.sources.name_patterns import kind_of
-from pipeline.data.sources.objects import WithObjects, is_object
-from pipeline.data.sources.range_prefetch import FileRange
-from pipeline.data.sources.source import FilesSource, Format, Given, Item, Part, Place, Reject, Source
-from pipeline.data.sources.unread import annotations_refused, form_of_annotations
-from pipeline.data.sources.web_tables import CAPTIONS, refused
+from sana_pipe.data.sources.name_patterns import kind_of
+from sana_pipe.data.sources.objects import WithObjects, is_object
+from sana_pipe.data.sources.range_prefetch import FileRange
+from sana_pipe.data.sources.source import FilesSource, Format, Given, Item, Part, Place, Reject, Source
+from sana_pipe.data.sources.unread import annotations_refused, form_of_annotations
+from sana_pipe.data.sources.web_tables import CAPTIONS, refused
 
 RULE = "parquet-2"
 FIRST_ROWS = 1024

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from pipeline.data.cache.layout import digest
-from pipeline.data.sources.config import TagsConfig
+from sana_pipe.data.cache.layout import digest
+from sana_pipe.data.sources.config import TagsConfig
 
 MAX_WORDS = 8
 """Words of a tag; a longer part between commas is a sentence's."""

@@ -19,11 +19,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
-from pipeline.base.errors import UserError
-from pipeline.data.cache.layout import digest
-from pipeline.data.sources.caption_columns import CaptionRule
-from pipeline.data.sources.controls_and_masks import ControlOrMask
-from pipeline.data.sources.filenames import (
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.cache.layout import digest
+from sana_pipe.data.sources.caption_columns import CaptionRule
+from sana_pipe.data.sources.controls_and_masks import ControlOrMask
+from sana_pipe.data.sources.filenames import (
     EXTENSIONS,
     error_text,
     escaped,
@@ -34,10 +34,10 @@ from pipeline.data.sources.filenames import (
     stem,
     unsafe_reason,
 )
-from pipeline.data.sources.filesystem import BoundedReader, Filesystem, Unreadable, is_read_error, unreadable_reason
-from pipeline.data.sources.range_prefetch import FileRange
-from pipeline.data.sources.reject_kinds import Kinds
-from pipeline.data.sources.sidecars import (
+from sana_pipe.data.sources.filesystem import BoundedReader, Filesystem, Unreadable, is_read_error, unreadable_reason
+from sana_pipe.data.sources.range_prefetch import FileRange
+from sana_pipe.data.sources.reject_kinds import Kinds
+from sana_pipe.data.sources.sidecars import (
     CAPTION_ENDINGS,
     MAX_CAPTION_BYTES,
     TEXT_ENDINGS,
@@ -47,7 +47,7 @@ from pipeline.data.sources.sidecars import (
     parse_json,
     read_sidecar,
 )
-from pipeline.data.sources.source import FilesSource, Format, Given, Item, Place, Reject, Source, divided
+from sana_pipe.data.sources.source import FilesSource, Format, Given, Item, Place, Reject, Source, divided
 
 RULE = "tar-2"
 """Version of this module's rules; another version lists every tar again."""

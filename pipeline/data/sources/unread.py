@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from pipeline.base.errors import UserError
-from pipeline.data.sources.filenames import extension
-from pipeline.data.sources.filesystem import Filesystem, Unreadable
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.sources.filenames import extension
+from sana_pipe.data.sources.filesystem import Filesystem, Unreadable
 
 TURNS = "conversations"
 """The column of LLaVA's rows that holds a list of turns."""

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pipeline.base.errors import escaped
-from pipeline.data.sources.filenames import composed, extension, split
-from pipeline.data.sources.filesystem import Unreadable
+from sana_pipe.base.errors import escaped
+from sana_pipe.data.sources.filenames import composed, extension, split
+from sana_pipe.data.sources.filesystem import Unreadable
 
 ENDINGS = {"txt", "csv", "tsv", "json", "jsonl", "md"}
 FILES, BYTES = 20, 1 << 16

@@ -11,11 +11,11 @@ import posixpath
 import shlex
 from collections.abc import Collection, Sequence
 
-from pipeline.base.config import setting
-from pipeline.base.errors import UserError
-from pipeline.data.sources.caption_columns import TEXT_FILE, CaptionRule, sure_columns
-from pipeline.data.sources.filenames import escaped, extension, shown, stem
-from pipeline.data.sources.filesystem import Filesystem
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.sources.caption_columns import TEXT_FILE, CaptionRule, sure_columns
+from sana_pipe.data.sources.filenames import escaped, extension, shown, stem
+from sana_pipe.data.sources.filesystem import Filesystem
 
 CAPTIONS = ("TEXT", "caption", "alt_text")
 """Caption columns of published tables of URLs that have no column `text`."""

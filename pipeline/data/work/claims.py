@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-from pipeline.base import process_identity
-from pipeline.base.errors import CacheError
-from pipeline.base.processes import beating
-from pipeline.data.cache import index
-from pipeline.data.cache.cache import Cache, WorkList
-from pipeline.data.cache.files import Files
-from pipeline.data.cache.layout import Paths
+from sana_pipe.base import process_identity
+from sana_pipe.base.errors import CacheError
+from sana_pipe.base.processes import beating
+from sana_pipe.data.cache import index
+from sana_pipe.data.cache.cache import Cache, WorkList
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.cache.layout import Paths
 
 STALE_S = 60.0
 """Seconds without a sign of life after which idle processes take over a worker's unit."""

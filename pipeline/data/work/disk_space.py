@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import click
 
-from pipeline.base.amounts import amount
-from pipeline.base.disk import cache_errors
-from pipeline.base.errors import NoSpaceError
-from pipeline.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.base.amounts import amount
+from sana_pipe.base.disk import cache_errors
+from sana_pipe.base.errors import NoSpaceError
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
 
 RESERVE = 1 << 30
 """Bytes that stay free on the cache's disk in addition to the next unit."""

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, Literal, Protocol, TypeVar
 
-from pipeline.base.errors import NoSpaceError
-from pipeline.base.metrics.textfile import store_counts
-from pipeline.data.cache import index, layout
-from pipeline.data.cache.cache import Cache, Unit, WorkList
-from pipeline.data.cache.layout import Paths
-from pipeline.data.work.claims import BEATS, Claims
-from pipeline.data.work.disk_space import DiskSpace
-from pipeline.data.work.progress import Progress
-from pipeline.data.work.stop import Stop
+from sana_pipe.base.errors import NoSpaceError
+from sana_pipe.base.metrics.textfile import store_counts
+from sana_pipe.data.cache import index, layout
+from sana_pipe.data.cache.cache import Cache, Unit, WorkList
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.work.claims import BEATS, Claims
+from sana_pipe.data.work.disk_space import DiskSpace
+from sana_pipe.data.work.progress import Progress
+from sana_pipe.data.work.stop import Stop
 
 FEW_UNITS = 8
 """Limit on units that are looked up one by one; more are listed."""

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.base.amounts import duration
-from pipeline.base.terminal import LiveLine, shorter
+from sana_pipe.base.amounts import duration
+from sana_pipe.base.terminal import LiveLine, shorter
 
 
 @dataclass

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.metrics.rows import Rows
-from pipeline.base.metrics.textfile import Textfile, store_counts
-from pipeline.base.processes import beating
-from pipeline.data.work.progress import Progress
+from sana_pipe.base.metrics.rows import Rows
+from sana_pipe.base.metrics.textfile import Textfile, store_counts
+from sana_pipe.base.processes import beating
+from sana_pipe.data.work.progress import Progress
 
 ROW_S = 15.0
 

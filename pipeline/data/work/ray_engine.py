@@ -18,15 +18,15 @@ from typing import Any, Protocol
 
 import click
 
-from pipeline import __version__
-from pipeline.base import counters, launch
-from pipeline.base.errors import NoSpaceError, UserError
-from pipeline.data.cache.cache import Unit, WorkList
-from pipeline.data.encoding.config import EncodeConfig
-from pipeline.data.work import engine
-from pipeline.data.work.disk_space import DiskSpace
-from pipeline.data.work.progress import Meter, Progress
-from pipeline.data.work.stop import Stop, Stopped
+from sana_pipe import __version__
+from sana_pipe.base import counters, launch
+from sana_pipe.base.errors import NoSpaceError, UserError
+from sana_pipe.data.cache.cache import Unit, WorkList
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.work import engine
+from sana_pipe.data.work.disk_space import DiskSpace
+from sana_pipe.data.work.progress import Meter, Progress
+from sana_pipe.data.work.stop import Stop, Stopped
 
 
 class MeteredMaker(engine.UnitMaker, Protocol):
@@ -49,7 +49,6 @@ RETRIES = 10
 
 _POLL_S = 0.5
 _CONNECT_S = 10.0
-_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 @dataclass(frozen=True)
@@ -197,11 +196,9 @@ class Cluster:
     def connect(self) -> Any:
         ray = self._ray
         if not ray.is_initialized():
-            # Nodes find the package even if it runs from a checkout. `${PYTHONPATH}` is the node's value.
-            variables = {"PYTHONPATH": f"{_ROOT}:${{PYTHONPATH}}"}
             check_reachable()
             try:
-                ray.init(runtime_env={"env_vars": variables}, logging_level="WARNING", log_to_driver=True)
+                ray.init(logging_level="WARNING", log_to_driver=True)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise _unreachable(error) from error
             self._initialized_here = True

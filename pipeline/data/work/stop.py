@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeline.base import retrying
-from pipeline.base.processes import catching, in_main_thread, is_ignored
+from sana_pipe.base import retrying
+from sana_pipe.base.processes import catching, in_main_thread, is_ignored
 
 GRACE_S = 20.0
 """Seconds that the current unit may take after a signal; then it is dropped at its next batch."""

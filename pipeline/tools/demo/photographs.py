@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.base.errors import UserError
+from sana_pipe.base.errors import UserError
 
 
 class _Photo(NamedTuple):

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pipeline.base.hub import no_progress_bars
-from pipeline.train.models.sampler import scheduler
+from sana_pipe.base.hub import no_progress_bars
+from sana_pipe.train.models.sampler import scheduler
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC

@@ -19,17 +19,17 @@ from typing import Any, TypeVar
 import torch
 from pydantic import ValidationError
 
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.base.gpus import CARDS, CPU, GIB, Card, card, like, memory_of, of_device
-from pipeline.base.launch import Launch, check_compiler
-from pipeline.base.options import value_at
-from pipeline.tools.planning.predict import Machine, least_nodes
-from pipeline.tools.planning.search import MARGIN, Search
-from pipeline.train.config import TrainConfig
-from pipeline.train.parallel.collectives import all_gather_objects, broadcast_from_rank_0
-from pipeline.train.parallel.config import ParallelConfig
-from pipeline.train.parallel.mesh import check_sizes, open_mesh
-from pipeline.train.training.remedies import changed
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.base.gpus import CARDS, CPU, GIB, Card, card, like, memory_of, of_device
+from sana_pipe.base.launch import Launch, check_compiler
+from sana_pipe.base.options import value_at
+from sana_pipe.tools.planning.predict import Machine, least_nodes
+from sana_pipe.tools.planning.search import MARGIN, Search
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.parallel.collectives import all_gather_objects, broadcast_from_rank_0
+from sana_pipe.train.parallel.config import ParallelConfig
+from sana_pipe.train.parallel.mesh import check_sizes, open_mesh
+from sana_pipe.train.training.remedies import changed
 
 T = TypeVar("T")
 PREDICTION_S = 300

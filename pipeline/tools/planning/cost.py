@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.tools.planning.predict import Data, Prediction
-from pipeline.tools.planning.recorder import ATTENTION, DEPTHWISE, KERNELS, MATMUL, UPDATE
-from pipeline.train.parallel.mesh import Layout
+from sana_pipe.tools.planning.predict import Data, Prediction
+from sana_pipe.tools.planning.recorder import ATTENTION, DEPTHWISE, KERNELS, MATMUL, UPDATE
+from sana_pipe.train.parallel.mesh import Layout
 
 _GB, _TERA = 1e9, 1e12
 REPLICAS = "over replicas"

@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from pipeline.base.amounts import amount
-from pipeline.base.disk import free_at
-from pipeline.base.launch import Launch
-from pipeline.tools.planning import auto, extent
-from pipeline.tools.planning.cost import Time
-from pipeline.tools.planning.predict import Data, checkpoint_bytes, predict, uncompiled
-from pipeline.tools.planning.recorder import BUFFERS, GRADIENTS, LASTING
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.spec import ModelSpec
-from pipeline.train.parallel.mesh import check_sizes
-from pipeline.train.training.checkpoint import complete
+from sana_pipe.base.amounts import amount
+from sana_pipe.base.disk import free_at
+from sana_pipe.base.launch import Launch
+from sana_pipe.tools.planning import auto, extent
+from sana_pipe.tools.planning.cost import Time
+from sana_pipe.tools.planning.predict import Data, checkpoint_bytes, predict, uncompiled
+from sana_pipe.tools.planning.recorder import BUFFERS, GRADIENTS, LASTING
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.parallel.mesh import check_sizes
+from sana_pipe.train.training.checkpoint import complete
 
 MEANINGFUL = 2 << 30
 """Bytes of main memory below which the resident set is not compared."""

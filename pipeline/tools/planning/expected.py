@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeline.base.amounts import amount
-from pipeline.tools.planning import auto, extent, predict
-from pipeline.tools.planning.predict import Data, Machine
-from pipeline.tools.planning.search import Search
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.spec import ModelSpec
+from sana_pipe.base.amounts import amount
+from sana_pipe.tools.planning import auto, extent, predict
+from sana_pipe.tools.planning.predict import Data, Machine
+from sana_pipe.tools.planning.search import Search
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.spec import ModelSpec
 
 
 def run_lines(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipeline.base.amounts import amount, duration, figure
-from pipeline.tools.planning.predict import Data, checkpoint_bytes
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.spec import ModelSpec
+from sana_pipe.base.amounts import amount, duration, figure
+from sana_pipe.tools.planning.predict import Data, checkpoint_bytes
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.spec import ModelSpec
 
 MANY_EPOCHS = 100
 """From so many on a model has most likely learnt its pictures by heart."""

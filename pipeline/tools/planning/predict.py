@@ -13,24 +13,24 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from pipeline.base.errors import ConfigError
-from pipeline.base.gpus import GIB, Card
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.images import buckets
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.snapshots.config import BucketConfig
-from pipeline.data.sources.config import DataConfig
-from pipeline.tools.planning.recorder import KINDS, LASTING
-from pipeline.tools.planning.trace import Shape, Traced
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.adapters import adapter_of
-from pipeline.train.models.config import ModelConfig, StartWeights
-from pipeline.train.models.spec import ModelSpec, spec_from_arch, spec_of
-from pipeline.train.parallel.mesh import Layout, check_sizes
-from pipeline.train.training.build import architecture_of_weights
-from pipeline.train.training.checks import check_layout
-from pipeline.train.training.optimizer_records import OPTIMIZERS
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.base.gpus import GIB, Card
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.images import buckets
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.snapshots.config import BucketConfig
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.tools.planning.recorder import KINDS, LASTING
+from sana_pipe.tools.planning.trace import Shape, Traced
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.adapters import adapter_of
+from sana_pipe.train.models.config import ModelConfig, StartWeights
+from sana_pipe.train.models.spec import ModelSpec, spec_from_arch, spec_of
+from sana_pipe.train.parallel.mesh import Layout, check_sizes
+from sana_pipe.train.training.build import architecture_of_weights
+from sana_pipe.train.training.checks import check_layout
+from sana_pipe.train.training.optimizer_records import OPTIMIZERS
 
 CONTEXT, NCCL, FRAGMENTATION = 0.8 * GIB, 0.4 * GIB, 0.04
 """Bytes of the CUDA context with cuBLAS and cuDNN (on a CPU: of the interpreter with its libraries), of NCCL's buffers,

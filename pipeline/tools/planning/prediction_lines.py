@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipeline.base.amounts import amount, duration, figure
-from pipeline.base.gpus import GIB
-from pipeline.tools.planning.cost import Time, by_share
-from pipeline.tools.planning.predict import Machine, Prediction
-from pipeline.tools.planning.search import Candidate
-from pipeline.train.config import TrainConfig
-from pipeline.train.training.remedies import flags
+from sana_pipe.base.amounts import amount, duration, figure
+from sana_pipe.base.gpus import GIB
+from sana_pipe.tools.planning.cost import Time, by_share
+from sana_pipe.tools.planning.predict import Machine, Prediction
+from sana_pipe.tools.planning.search import Candidate
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.training.remedies import flags
 
 
 def memory_lines(prediction: Prediction) -> list[str]:

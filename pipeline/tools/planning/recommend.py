@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.base.errors import UserError, escaped
-from pipeline.base.options import value_at, within
-from pipeline.base.yaml_text import as_yaml, edited
-from pipeline.config import SHIPPED, load, load_given
-from pipeline.data.cache.prompts import TRIGGER_CONTEXTS, filled, has_words, with_prefix
-from pipeline.data.images import buckets
+from sana_pipe.base.errors import UserError, escaped
+from sana_pipe.base.options import value_at, within
+from sana_pipe.base.yaml_text import as_yaml, edited
+from sana_pipe.config import SHIPPED, load, load_given
+from sana_pipe.data.cache.prompts import TRIGGER_CONTEXTS, filled, has_words, with_prefix
+from sana_pipe.data.images import buckets
 
 LORA, FULL, SCRATCH = "lora", "full", "scratch"
 PURPOSES = (LORA, FULL, SCRATCH)

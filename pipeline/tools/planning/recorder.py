@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipeline.train.training.optimizer_records import OPTIMIZERS
+from sana_pipe.train.training.optimizer_records import OPTIMIZERS
 
 PARAMETERS, GRADIENTS, OPTIMIZER, EMA = "parameters", "gradients", "optimizer", "ema"
 INPUTS, ACTIVATIONS, TEMPORARIES, BUFFERS = "inputs", "activations", "temporaries", "buffers"

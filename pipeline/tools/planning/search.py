@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pipeline.base.amounts import figure
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.tools.planning import predict as predicting
-from pipeline.tools.planning.cost import Time
-from pipeline.tools.planning.predict import Data, Machine, Prediction
-from pipeline.tools.planning.recorder import BUFFERS, GRADIENTS, LASTING
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.spec import ModelSpec
-from pipeline.train.parallel.data_parallel import is_managed
-from pipeline.train.parallel.mesh import Layout, check_sizes
-from pipeline.train.training.remedies import LADDER, OFFLOAD, accepted, changed, flags
+from sana_pipe.base.amounts import figure
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.tools.planning import predict as predicting
+from sana_pipe.tools.planning.cost import Time
+from sana_pipe.tools.planning.predict import Data, Machine, Prediction
+from sana_pipe.tools.planning.recorder import BUFFERS, GRADIENTS, LASTING
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.parallel.data_parallel import is_managed
+from sana_pipe.train.parallel.mesh import Layout, check_sizes
+from sana_pipe.train.training.remedies import LADDER, OFFLOAD, accepted, changed, flags
 
 AXES = frozenset(("parallel", "offload", "microbatch", "reduce", "activation_checkpointing"))
 """The options that can be varied. parallel: the data-parallel layout. offload: of the parameters, where nothing fits

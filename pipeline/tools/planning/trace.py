@@ -30,23 +30,23 @@ from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.data.loader.loader import Batch
-from pipeline.tools.planning import recorder as kinds
-from pipeline.tools.planning.recorder import Recorder, Work
-from pipeline.train.config import TrainConfig
-from pipeline.train.kernels.backend import SCRATCH
-from pipeline.train.models.adapters import adapter_of
-from pipeline.train.models.spec import ModelSpec
-from pipeline.train.parallel import data_parallel
-from pipeline.train.parallel.mesh import DIMS, Layout
-from pipeline.train.parallel.parallelize import ParallelModel, blocks_of
-from pipeline.train.parallel.shards import local
-from pipeline.train.training import optimizers
-from pipeline.train.training.assemble import Trainable, assemble, objective_of
-from pipeline.train.training.optimizer_records import OPTIMIZERS
-from pipeline.train.training.optimizers import in_backward
-from pipeline.train.training.step import TrainStep
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.tools.planning import recorder as kinds
+from sana_pipe.tools.planning.recorder import Recorder, Work
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.kernels.backend import SCRATCH
+from sana_pipe.train.models.adapters import adapter_of
+from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.parallel import data_parallel
+from sana_pipe.train.parallel.mesh import DIMS, Layout
+from sana_pipe.train.parallel.parallelize import ParallelModel, blocks_of
+from sana_pipe.train.parallel.shards import local
+from sana_pipe.train.training import optimizers
+from sana_pipe.train.training.assemble import Trainable, assemble, objective_of
+from sana_pipe.train.training.optimizer_records import OPTIMIZERS
+from sana_pipe.train.training.optimizers import in_backward
+from sana_pipe.train.training.step import TrainStep
 
 CPU = torch.device("cpu")
 CUSTOM = ("sana_pipe",)

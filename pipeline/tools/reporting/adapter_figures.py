@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.base.errors import UserError
+from sana_pipe.base.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ def adapter_figures(run: Path) -> AdapterFigures | AdapterProblem | None:
     """Compute the figures of a run directory; None: no checkpoint, or no adapter."""
     if not (run / "checkpoints").is_dir():
         return None
-    from pipeline.train.models.adapters import adapter_from  # torch and its checkpoints: two seconds
-    from pipeline.train.training import checkpoint
+    from sana_pipe.train.models.adapters import adapter_from  # torch and its checkpoints: two seconds
+    from sana_pipe.train.training import checkpoint
 
     folders = checkpoint.complete(run / "checkpoints")
     if not folders:

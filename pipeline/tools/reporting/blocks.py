@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 
 from markupsafe import Markup
 
-from pipeline.base.amounts import amount
-from pipeline.tools.reporting.plots import number_text
-from pipeline.tools.reporting.source_pictures import Embedded
+from sana_pipe.base.amounts import amount
+from sana_pipe.tools.reporting.plots import number_text
+from sana_pipe.tools.reporting.source_pictures import Embedded
 
 Row = TypeVar("Row")
 

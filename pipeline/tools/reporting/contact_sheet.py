@@ -13,7 +13,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from pipeline.base.disk import replacing
+from sana_pipe.base.disk import replacing
 
 MARGIN = 12
 LINE = 17

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.base.errors import CacheError, escaped
-from pipeline.data.cache.prompts import spread
-from pipeline.data.cache.scan_table import ABSENT
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_samples import picture_keys
-from pipeline.data.signals import PictureSignal
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.mask import MaskEncoding
-from pipeline.tools.reporting.source_pictures import Embedded
+from sana_pipe.base.errors import CacheError, escaped
+from sana_pipe.data.cache.prompts import spread
+from sana_pipe.data.cache.scan_table import ABSENT
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_samples import picture_keys
+from sana_pipe.data.signals import PictureSignal
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.mask import MaskEncoding
+from sana_pipe.tools.reporting.source_pictures import Embedded
 
 MASKS = 1000
 """Limit on the masks that are read: some 2 KiB each at 1024 px."""

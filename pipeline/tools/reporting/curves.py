@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.tools.reporting.plots import Line
-from pipeline.tools.reporting.run_figures import Curve, PartFigures, RunFigures, ValidationFigures
+from sana_pipe.tools.reporting.plots import Line
+from sana_pipe.tools.reporting.run_figures import Curve, PartFigures, RunFigures, ValidationFigures
 
 CurveOf = Callable[[PartFigures], Curve | None]
 """The choice of a curve in a part of a run."""

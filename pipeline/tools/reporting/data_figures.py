@@ -17,24 +17,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.errors import CacheError, IntegrityError
-from pipeline.data.cache import index
-from pipeline.data.cache.cache import MOVING, Cache
-from pipeline.data.cache.keys import fixed
-from pipeline.data.cache.layout import Paths
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_head import Bucket, BucketPart
-from pipeline.data.cache.snapshot_samples import picture_keys
-from pipeline.data.images import buckets
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.phash import ANEW, HashEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.snapshots import near, near_samples
-from pipeline.data.snapshots.assemble import epoch_steps
-from pipeline.data.sources.reject_kinds import EXAMPLES, kind
-from pipeline.tools.reporting.controls_and_masks import ControlsAndMasks, controls_and_masks
-from pipeline.tools.reporting.json_values import INLINE
-from pipeline.tools.reporting.source_pictures import Embedded
+from sana_pipe.base.errors import CacheError, IntegrityError
+from sana_pipe.data.cache import index
+from sana_pipe.data.cache.cache import MOVING, Cache
+from sana_pipe.data.cache.keys import fixed
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_head import Bucket, BucketPart
+from sana_pipe.data.cache.snapshot_samples import picture_keys
+from sana_pipe.data.images import buckets
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.phash import ANEW, HashEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.snapshots import near, near_samples
+from sana_pipe.data.snapshots.assemble import epoch_steps
+from sana_pipe.data.sources.reject_kinds import EXAMPLES, kind
+from sana_pipe.tools.reporting.controls_and_masks import ControlsAndMasks, controls_and_masks
+from sana_pipe.tools.reporting.json_values import INLINE
+from sana_pipe.tools.reporting.source_pictures import Embedded
 
 CROP_EDGES = np.linspace(0.0, 0.5, 21)
 """Bins of the crop loss, shares of the picture's area; the last bin has the larger ones, too."""

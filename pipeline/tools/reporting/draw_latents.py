@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.base.hub import listed
-from pipeline.data.cache.prompts import PromptSet
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_head import TextPlace
-from pipeline.data.cache.snapshot_samples import Caption, Sample
-from pipeline.data.loader.loader import bf16
-from pipeline.data.signals.text import TextEncoding
-from pipeline.tools.reporting.drawing_folder import DRAWN, file_name
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.adapters import Adapter
-from pipeline.train.models.sampler import Sampling, noise_of, prompt_noise, sample
-from pipeline.train.models.spec import ModelSpec
+from sana_pipe.base.hub import listed
+from sana_pipe.data.cache.prompts import PromptSet
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_head import TextPlace
+from sana_pipe.data.cache.snapshot_samples import Caption, Sample
+from sana_pipe.data.loader.loader import bf16
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.tools.reporting.drawing_folder import DRAWN, file_name
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.adapters import Adapter
+from sana_pipe.train.models.sampler import Sampling, noise_of, prompt_noise, sample
+from sana_pipe.train.models.spec import ModelSpec
 
 T = TypeVar("T")
 

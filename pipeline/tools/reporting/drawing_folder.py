@@ -17,9 +17,9 @@ from typing import Any
 
 from PIL import Image
 
-from pipeline.base.errors import UserError, writing
-from pipeline.tools.reporting.contact_sheet import SheetRow, contact_sheet
-from pipeline.tools.reporting.source_pictures import SourcePictures
+from sana_pipe.base.errors import UserError, writing
+from sana_pipe.tools.reporting.contact_sheet import SheetRow, contact_sheet
+from sana_pipe.tools.reporting.source_pictures import SourcePictures
 
 FOLDER = Path("samples")
 """The folder of the pictures, unless another is given."""

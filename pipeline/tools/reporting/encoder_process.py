@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from pipeline.base.errors import NoSpaceError, UserError
-from pipeline.base.processes import command
-from pipeline.config import Config, dump
-from pipeline.data.cache.cache import Cache, CacheLocation
-from pipeline.data.cache.config import StorageConfig
-from pipeline.data.cache.keys import key_bytes
-from pipeline.data.cache.prompts import NAME, PromptSet, newest
-from pipeline.data.cache.shard import ShardReader
-from pipeline.data.images import decoding
-from pipeline.data.loader.loader import bf16
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.sources.config import DataConfig
+from sana_pipe.base.errors import NoSpaceError, UserError
+from sana_pipe.base.processes import command
+from sana_pipe.config import Config, dump
+from sana_pipe.data.cache.cache import Cache, CacheLocation
+from sana_pipe.data.cache.config import StorageConfig
+from sana_pipe.data.cache.keys import key_bytes
+from sana_pipe.data.cache.prompts import NAME, PromptSet, newest
+from sana_pipe.data.cache.shard import ShardReader
+from sana_pipe.data.images import decoding
+from sana_pipe.data.loader.loader import bf16
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.sources.config import DataConfig
 
 
 class DecodeError(UserError):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.tools.reporting.controls_and_masks import ControlExample, control_and_mask_encodings
-from pipeline.tools.reporting.data_figures import Alike, Example, Reject, Visits
-from pipeline.tools.reporting.figures import Figures
-from pipeline.tools.reporting.source_pictures import Embedded, SourcePictures, embedded
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.tools.reporting.controls_and_masks import ControlExample, control_and_mask_encodings
+from sana_pipe.tools.reporting.data_figures import Alike, Example, Reject, Visits
+from sana_pipe.tools.reporting.figures import Figures
+from sana_pipe.tools.reporting.source_pictures import Embedded, SourcePictures, embedded
 
 Entry = TypeVar("Entry", Reject, Visits, Alike)
 

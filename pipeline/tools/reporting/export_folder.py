@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.base import hub
-from pipeline.base.disk import sync_path
-from pipeline.base.errors import ConfigError, UserError, writing
-from pipeline.data.encoders.text import TOKENIZER_FILES
-from pipeline.tools import outputs
-from pipeline.tools.reporting.export_readme import TrainedModel, call_of
+from sana_pipe.base import hub
+from sana_pipe.base.disk import sync_path
+from sana_pipe.base.errors import ConfigError, UserError, writing
+from sana_pipe.data.encoders.text import TOKENIZER_FILES
+from sana_pipe.tools import outputs
+from sana_pipe.tools.reporting.export_readme import TrainedModel, call_of
 
 MARK = "sana_pipe.json"
 """Marks a folder as an export: what was exported, and the options that it depends on."""

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.yaml_text import as_yaml
-from pipeline.data.encoders.config import TextConfig
-from pipeline.data.sources.caption_rules import INSTRUCTIONS, instruction
-from pipeline.data.sources.config import DataConfig
-from pipeline.tools.reporting.page import render
-from pipeline.tools.reporting.run_pictures import Drawing, files
-from pipeline.train.models.config import SampleConfig, StartWeights
-from pipeline.train.models.spec import Call, ModelSpec
+from sana_pipe.base.yaml_text import as_yaml
+from sana_pipe.data.encoders.config import TextConfig
+from sana_pipe.data.sources.caption_rules import INSTRUCTIONS, instruction
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.tools.reporting.page import render
+from sana_pipe.tools.reporting.run_pictures import Drawing, files
+from sana_pipe.train.models.config import SampleConfig, StartWeights
+from sana_pipe.train.models.spec import Call, ModelSpec
 
 PICTURES = 5
 """Limit on the prompts whose pictures an adapter's README shows."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import CacheError, UserError
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.status import status
-from pipeline.tools.reporting.blocks import Missing
-from pipeline.tools.reporting.data_figures import SnapshotFigures, snapshot_figures
-from pipeline.tools.reporting.run_figures import RunFigures, differing_options, is_run, run_figures, undecoded
+from sana_pipe.base.errors import CacheError, UserError
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.status import status
+from sana_pipe.tools.reporting.blocks import Missing
+from sana_pipe.tools.reporting.data_figures import SnapshotFigures, snapshot_figures
+from sana_pipe.tools.reporting.run_figures import RunFigures, differing_options, is_run, run_figures, undecoded
 
 TRAIN = "sana-pipe train --resume auto"
 

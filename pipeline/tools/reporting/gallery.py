@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from pipeline.data.cache.prompts import spread
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.tools.reporting.blocks import Card
-from pipeline.tools.reporting.draw_latents import SnapshotTensors
-from pipeline.tools.reporting.source_pictures import SourcePictures, embedded
+from sana_pipe.data.cache.prompts import spread
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.tools.reporting.blocks import Card
+from sana_pipe.tools.reporting.draw_latents import SnapshotTensors
+from sana_pipe.tools.reporting.source_pictures import SourcePictures, embedded
 
 Decode = Callable[[dict[str, torch.Tensor], Path], Path]
 """Decodes latents by name, with a folder for files of the call; returns the folder with a PNG for each."""

@@ -16,10 +16,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from pipeline import __version__
-from pipeline.base.disk import replacing
-from pipeline.base.errors import UserError, writing
-from pipeline.tools.reporting.blocks import COLUMNS, ROWS, Block, Card, Heading, Missing, Prompt, Table
+from sana_pipe import __version__
+from sana_pipe.base.disk import replacing
+from sana_pipe.base.errors import UserError, writing
+from sana_pipe.tools.reporting.blocks import COLUMNS, ROWS, Block, Card, Heading, Missing, Prompt, Table
 
 _MARK, _HEAD = b'<meta name="generator" content="sana-pipe ', 300
 """The mark of the product's pages, within its first bytes."""
@@ -89,7 +89,7 @@ def write(
 def render(template: str, **values: Any) -> str:
     """A page or text of `templates/`, with `version` and `time` added."""
     environment = Environment(
-        loader=PackageLoader("pipeline.tools.reporting"),
+        loader=PackageLoader("sana_pipe.tools.reporting"),
         autoescape=select_autoescape(),
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from pipeline.tools.reporting.blocks import COLUMNS, Block, Prompt, Slider
-from pipeline.tools.reporting.curves import column, held_out, labels, length, line, marks, starts
-from pipeline.tools.reporting.figures import Figures
-from pipeline.tools.reporting.plots import WIDE, WIDTH, line_plot
-from pipeline.tools.reporting.run_figures import RunFigures, undecoded
-from pipeline.tools.reporting.run_pictures import DrawingFigures
-from pipeline.tools.reporting.source_pictures import Embedded, embedded
+from sana_pipe.tools.reporting.blocks import COLUMNS, Block, Prompt, Slider
+from sana_pipe.tools.reporting.curves import column, held_out, labels, length, line, marks, starts
+from sana_pipe.tools.reporting.figures import Figures
+from sana_pipe.tools.reporting.plots import WIDE, WIDTH, line_plot
+from sana_pipe.tools.reporting.run_figures import RunFigures, undecoded
+from sana_pipe.tools.reporting.run_pictures import DrawingFigures
+from sana_pipe.tools.reporting.source_pictures import Embedded, embedded
 
 FRAMES = 24
 """Limit on the pictures of a slider: the first, the last, and others evenly between them."""

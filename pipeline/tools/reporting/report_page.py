@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.tools.reporting.blocks import Card, Missing
-from pipeline.tools.reporting.figures import Figures
-from pipeline.tools.reporting.page import write
-from pipeline.tools.reporting.sections import FIRST, SECTIONS, headline
+from sana_pipe.tools.reporting.blocks import Card, Missing
+from sana_pipe.tools.reporting.figures import Figures
+from sana_pipe.tools.reporting.page import write
+from sana_pipe.tools.reporting.sections import FIRST, SECTIONS, headline
 
 
 def write_report(figures: Figures, out: Path, gallery: Sequence[Card] = ()) -> list[str]:

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.base.errors import UserError
-from pipeline.base.options import flat, value_at
-from pipeline.config import read_tree
-from pipeline.tools.reporting import run_pictures, run_plots
-from pipeline.tools.reporting.adapter_figures import AdapterFigures, AdapterProblem, adapter_figures
-from pipeline.tools.reporting.run_pictures import DrawingFigures, UnreadableDrawing
-from pipeline.train.training.metrics import read_events
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.options import flat, value_at
+from sana_pipe.config import read_tree
+from sana_pipe.tools.reporting import run_pictures, run_plots
+from sana_pipe.tools.reporting.adapter_figures import AdapterFigures, AdapterProblem, adapter_figures
+from sana_pipe.tools.reporting.run_pictures import DrawingFigures, UnreadableDrawing
+from sana_pipe.train.training.metrics import read_events
 
 JOURNAL = "metrics.jsonl"
 ORIGIN = "from.json"

@@ -19,20 +19,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.base.disk import replacing
-from pipeline.base.errors import ConfigError, UserError, not_permitted, writing
-from pipeline.base.launch import gpus, resolve_device
-from pipeline.base.processes import catching, shown
-from pipeline.data.cache import layout
-from pipeline.data.encoders.config import VaeConfig
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.train.training import lock
+from sana_pipe.base.disk import replacing
+from sana_pipe.base.errors import ConfigError, UserError, not_permitted, writing
+from sana_pipe.base.launch import gpus, resolve_device
+from sana_pipe.base.processes import catching, shown
+from sana_pipe.data.cache import layout
+from sana_pipe.data.encoders.config import VaeConfig
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.train.training import lock
 
 if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-    from pipeline.data.encoders.vae import LatentDecoder
+    from sana_pipe.data.encoders.vae import LatentDecoder
 
 FOLDER = "pictures"
 DECODED = "decoded.json"
@@ -316,8 +316,8 @@ class Watcher:
     def _decode(self, drawing: Drawing, latents: dict[str, torch.Tensor]) -> None:
         from PIL import Image
 
-        from pipeline.data.encoders.frozen import NonFiniteOutputError
-        from pipeline.data.encoders.vae import LatentDecoder
+        from sana_pipe.data.encoders.frozen import NonFiniteOutputError
+        from sana_pipe.data.encoders.vae import LatentDecoder
 
         self._check(drawing)
         device = self._leave_other_devices()
@@ -345,7 +345,7 @@ class Watcher:
 
     def _check(self, drawing: Drawing) -> None:
         """ConfigError unless the configured VAE made the latents that the model was trained on."""
-        from pipeline.data.encoders.vae import describe_vae
+        from sana_pipe.data.encoders.vae import describe_vae
 
         if self._described is None:
             described = describe_vae(self.vae)

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import pyarrow.compute as pc
 
-from pipeline.base.errors import IntegrityError
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_samples import RecordPlace
-from pipeline.data.images import buckets
-from pipeline.data.images.resize import cover_box
-from pipeline.data.signals.latent import LatentEncoding
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.snapshots import near_samples
-from pipeline.tools.reporting.json_values import INLINE
+from sana_pipe.base.errors import IntegrityError
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_samples import RecordPlace
+from sana_pipe.data.images import buckets
+from sana_pipe.data.images.resize import cover_box
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.snapshots import near_samples
+from sana_pipe.tools.reporting.json_values import INLINE
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.base.errors import UserError
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.snapshot import Snapshot
-from pipeline.data.cache.snapshot_samples import picture_keys
-from pipeline.tools.reporting.sample_figures import scanned
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.snapshot_samples import picture_keys
+from sana_pipe.tools.reporting.sample_figures import scanned
 
 HEX_DIGITS = 6
 """The shortest beginning of a key or an id that is looked for."""

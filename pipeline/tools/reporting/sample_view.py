@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from pipeline.base.amounts import amount
-from pipeline.data.signals import PictureSignal
-from pipeline.tools.reporting import page
-from pipeline.tools.reporting.blocks import Block, Card, Column, Heading, Table
-from pipeline.tools.reporting.sample_figures import (
+from sana_pipe.base.amounts import amount
+from sana_pipe.data.signals import PictureSignal
+from sana_pipe.tools.reporting import page
+from sana_pipe.tools.reporting.blocks import Block, Card, Column, Heading, Table
+from sana_pipe.tools.reporting.sample_figures import (
     NearFigures,
     RecordBytes,
     SampleCaption,
@@ -20,7 +20,7 @@ from pipeline.tools.reporting.sample_figures import (
     SamplePicture,
     SampleRecord,
 )
-from pipeline.tools.reporting.source_pictures import SIDE, Embedded, SourcePictures, embedded
+from sana_pipe.tools.reporting.source_pictures import SIDE, Embedded, SourcePictures, embedded
 
 LARGE = 480
 """Longer side of pictures in pixels."""

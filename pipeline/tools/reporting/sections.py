@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from pipeline.base.amounts import amount
-from pipeline.tools.reporting import run_plots
-from pipeline.tools.reporting.adapter_figures import AdapterProblem
-from pipeline.tools.reporting.blocks import Block, Card, Column, Heading, Table, count, number, share, size
-from pipeline.tools.reporting.controls_and_masks import ControlOrMask
-from pipeline.tools.reporting.curves import column, divided, held_out, labels, length, line, marks
-from pipeline.tools.reporting.data_figures import (
+from sana_pipe.base.amounts import amount
+from sana_pipe.tools.reporting import run_plots
+from sana_pipe.tools.reporting.adapter_figures import AdapterProblem
+from sana_pipe.tools.reporting.blocks import Block, Card, Column, Heading, Table, count, number, share, size
+from sana_pipe.tools.reporting.controls_and_masks import ControlOrMask
+from sana_pipe.tools.reporting.curves import column, divided, held_out, labels, length, line, marks
+from sana_pipe.tools.reporting.data_figures import (
     BucketFigures,
     Example,
     KindStorage,
@@ -27,10 +27,10 @@ from pipeline.tools.reporting.data_figures import (
     Repeats,
     SnapshotFigures,
 )
-from pipeline.tools.reporting.figures import Figures
-from pipeline.tools.reporting.plots import bar_plot, column_plot, line_plot
-from pipeline.tools.reporting.progress import progress
-from pipeline.tools.reporting.run_figures import DifferingOption, PartFigures, RunFigures, ValidationFigures
+from sana_pipe.tools.reporting.figures import Figures
+from sana_pipe.tools.reporting.plots import bar_plot, column_plot, line_plot
+from sana_pipe.tools.reporting.progress import progress
+from sana_pipe.tools.reporting.run_figures import DifferingOption, PartFigures, RunFigures, ValidationFigures
 
 Blocks = Callable[[Figures], Iterable[Block]]
 FIRST = 5

@@ -10,14 +10,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image
 
-from pipeline.base.errors import UserError
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.scan_table import PLACE, places
-from pipeline.data.encoding.scan import reopen
-from pipeline.data.images import decoding
-from pipeline.data.signals import PictureSignal
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.source import Place, Source, Unreadable
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.scan_table import PLACE, places
+from sana_pipe.data.encoding.scan import reopen
+from sana_pipe.data.images import decoding
+from sana_pipe.data.signals import PictureSignal
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.source import Place, Source, Unreadable
 
 SIDE = 192
 """Longer side of a thumbnail in pixels."""

@@ -26,7 +26,7 @@ def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
     fit = all(tensor.is_cuda and tensor.dtype in _DTYPES for tensor in tensors)
     if not (fit and triton_is_installed() and is_new_enough(tensors[0].device)):
         return None
-    return importlib.import_module(f"pipeline.train.kernels.{name}_triton")
+    return importlib.import_module(f"sana_pipe.train.kernels.{name}_triton")
 
 
 @functools.cache

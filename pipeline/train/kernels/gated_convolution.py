@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from pipeline.train.kernels.backend import SCRATCH, kernels, without_autocast
+from sana_pipe.train.kernels.backend import SCRATCH, kernels, without_autocast
 
 ROWS = 4
 """Rows of a picture that a program of the kernels has."""

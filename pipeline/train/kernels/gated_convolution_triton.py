@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.train.kernels.gated_convolution import ROWS
+from sana_pipe.train.kernels.gated_convolution import ROWS
 
 CONSTANTS = {"ROWS": ROWS, "BLOCK": 256, "num_warps": 4}
 """BLOCK: channels of a program, value and gate counted separately. `_column` is written for four rows."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from pipeline.train.kernels.backend import without_autocast
+from sana_pipe.train.kernels.backend import without_autocast
 
 
 def joined_linear(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tensor:

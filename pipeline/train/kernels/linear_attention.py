@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from pipeline.train.kernels.backend import kernels, without_autocast
+from sana_pipe.train.kernels.backend import kernels, without_autocast
 
 
 def linear_attention(query: Tensor, key: Tensor, value: Tensor, head_dim: int, eps: float = 1e-15) -> Tensor:

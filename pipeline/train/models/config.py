@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from pipeline.base.config import Location, NotNegative, Positive, Section, Share, Weights
+from sana_pipe.base.config import Location, NotNegative, Positive, Section, Share, Weights
 
 
 class StartWeights(Weights):

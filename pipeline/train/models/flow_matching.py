@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from pipeline.train.models.config import FlowConfig
+from sana_pipe.train.models.config import FlowConfig
 
 TIMESTEPS = 1000
 

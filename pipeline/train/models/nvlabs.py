@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.base import hub
-from pipeline.base.config import setting
-from pipeline.base.errors import UserError, not_permitted
-from pipeline.train.models.sana_layers import position_embedding
-from pipeline.train.models.sana_shape import SanaShape, read_config
+from sana_pipe.base import hub
+from sana_pipe.base.config import setting
+from sana_pipe.base.errors import UserError, not_permitted
+from sana_pipe.train.models.sana_layers import position_embedding
+from sana_pipe.train.models.sana_shape import SanaShape, read_config
 
 BUFFERS = ("pos_embed", "y_embedder.y_embedding")
 """Buffers of their model that ours lacks: a computed table, and rows that take the place of a dropped caption. Their

@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from pipeline.base.errors import ConfigError
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.layers import SINUSOID_WIDTH
-from pipeline.train.models.spec import Call, DrawnValues, ModelSpec, Values, generator_of
-from pipeline.train.models.weight_files import FolderWeights, save_folder
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.layers import SINUSOID_WIDTH
+from sana_pipe.train.models.spec import Call, DrawnValues, ModelSpec, Values, generator_of
+from sana_pipe.train.models.weight_files import FolderWeights, save_folder
 
 CLASS_NAME = "PRXTransformer2DModel"
 _TIMES = 1000.0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pipeline.train.models.config import SampleConfig
+from sana_pipe.train.models.config import SampleConfig
 
 if TYPE_CHECKING:
     from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler

@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pipeline.train.models.sana_control import SanaControlNet
-from pipeline.train.models.sana_init import initial_value
-from pipeline.train.models.sana_layers import ModulatedNorm, SanaEnds, SanaTransformerBlock
-from pipeline.train.models.sana_shape import DIFFUSERS, Numerics, SanaControlNetShape, SanaShape
-from pipeline.train.models.sana_stage import SanaStage
+from sana_pipe.train.models.sana_control import SanaControlNet
+from sana_pipe.train.models.sana_init import initial_value
+from sana_pipe.train.models.sana_layers import ModulatedNorm, SanaEnds, SanaTransformerBlock
+from sana_pipe.train.models.sana_shape import DIFFUSERS, Numerics, SanaControlNetShape, SanaShape
+from sana_pipe.train.models.sana_stage import SanaStage
 
 
 def parameter_shapes(shape: SanaShape) -> dict[str, tuple[int, ...]]:

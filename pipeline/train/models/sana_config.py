@@ -15,9 +15,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from pipeline.base.errors import ConfigError
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.sana_shape import (
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.sana_shape import (
     DIFFUSERS,
     Numerics,
     SanaControlNetShape,
@@ -25,7 +25,7 @@ from pipeline.train.models.sana_shape import (
     deinterleave,
     interleave,
 )
-from pipeline.train.models.spec import Call, DrawnValues, ModelSpec, Values
+from sana_pipe.train.models.spec import Call, DrawnValues, ModelSpec, Values
 
 _BINS = {16: 512, 32: 1024, 64: 2048, 128: 4096}
 """sample_size -> the resolution of `SanaPipeline`'s aspect-ratio bins; they are made for a compression of 32."""
@@ -96,7 +96,7 @@ class SanaConfig(SanaShape, ModelSpec):
         return replace(self, sample_size=sample_size)
 
     def scheduler(self, shift: float) -> Any:
-        from pipeline.train.models.sampler import scheduler
+        from sana_pipe.train.models.sampler import scheduler
 
         return scheduler(shift)
 
@@ -153,17 +153,17 @@ class SanaConfig(SanaShape, ModelSpec):
         return SanaControlNetConfig(**asdict(SanaShape.controlnet(self, layers)))
 
     def module(self, train: TrainConfig | None = None) -> nn.Module:
-        from pipeline.train.models.sana import SanaTransformer
+        from sana_pipe.train.models.sana import SanaTransformer
 
         return SanaTransformer.on_meta(self, DIFFUSERS if train is None else numerics(train))
 
     def stored(self, place: Path, variant: str | None = None) -> Values:
-        from pipeline.train.models.sana_files import WeightFiles
+        from sana_pipe.train.models.sana_files import WeightFiles
 
         return WeightFiles(place, variant)
 
     def initial(self, seed: int) -> Values:
-        from pipeline.train.models.sana_init import initial_value
+        from sana_pipe.train.models.sana_init import initial_value
 
         return DrawnValues(self.shapes(), partial(initial_value, config=self), seed, largest=1 << 16)
 
@@ -174,7 +174,7 @@ class SanaConfig(SanaShape, ModelSpec):
         return deinterleave(name, tensor)
 
     def joined_parts(self) -> dict[str, list[str]]:
-        from pipeline.train.models import nvlabs
+        from sana_pipe.train.models import nvlabs
 
         return nvlabs.parts(self.shapes())
 
@@ -187,7 +187,7 @@ class SanaConfig(SanaShape, ModelSpec):
         stem: str = "",
         max_length: int = 300,
     ) -> None:
-        from pipeline.train.models.sana_files import save_nvlabs, save_weights
+        from sana_pipe.train.models.sana_files import save_nvlabs, save_weights
 
         if form == "nvlabs":
             save_nvlabs(weights, self, folder, stem, dtype, max_length)
@@ -200,13 +200,13 @@ class SanaControlNetConfig(SanaControlNetShape, SanaConfig):
     """The spec of a ControlNet of Sana. Of the methods only those of shapes and files are for it."""
 
     def module(self, train: TrainConfig | None = None) -> nn.Module:
-        from pipeline.train.models.sana_control import SanaControlNet
+        from sana_pipe.train.models.sana_control import SanaControlNet
 
         with torch.device("meta"):
             return SanaControlNet(self, DIFFUSERS if train is None else numerics(train))
 
     def stored(self, place: Path, variant: str | None = None) -> Values:
-        from pipeline.train.models.sana_files import WeightFiles
+        from sana_pipe.train.models.sana_files import WeightFiles
 
         return WeightFiles(place, variant, self)
 

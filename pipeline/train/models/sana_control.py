@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pipeline.train.models.sana_layers import SanaEnds, SanaTransformerBlock
-from pipeline.train.models.sana_shape import Numerics, SanaControlNetShape
+from sana_pipe.train.models.sana_layers import SanaEnds, SanaTransformerBlock
+from sana_pipe.train.models.sana_shape import Numerics, SanaControlNetShape
 
 
 class SanaControlNet(SanaEnds):

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.base import hub
-from pipeline.base.errors import writing
-from pipeline.train.models import nvlabs
-from pipeline.train.models.sana import parameter_shapes
-from pipeline.train.models.sana_shape import GLU_PARAMETERS, SanaShape, deinterleave, interleave, read_config
-from pipeline.train.models.weight_files import (
+from sana_pipe.base import hub
+from sana_pipe.base.errors import writing
+from sana_pipe.train.models import nvlabs
+from sana_pipe.train.models.sana import parameter_shapes
+from sana_pipe.train.models.sana_shape import GLU_PARAMETERS, SanaShape, deinterleave, interleave, read_config
+from sana_pipe.train.models.weight_files import (
     MAX_SHARD_BYTES,
     FolderWeights,
     check_names,

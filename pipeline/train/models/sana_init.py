@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from pipeline.train.models.sana_shape import SanaShape
-from pipeline.train.models.spec import generator_of
+from sana_pipe.train.models.sana_shape import SanaShape
+from sana_pipe.train.models.spec import generator_of
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int, config: SanaShape) -> Tensor:

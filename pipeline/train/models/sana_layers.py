@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.train.kernels.gated_convolution import gated_convolution
-from pipeline.train.kernels.linear_attention import joined_linear_attention, linear_attention
-from pipeline.train.kernels.packed_attention import PackedRows, packed_attention
-from pipeline.train.models.adapters.low_rank import joined_products
-from pipeline.train.models.layers import SINUSOID_WIDTH, RMSNorm, timestep_sinusoid
-from pipeline.train.models.sana_shape import Numerics, SanaShape
+from sana_pipe.train.kernels.gated_convolution import gated_convolution
+from sana_pipe.train.kernels.linear_attention import joined_linear_attention, linear_attention
+from sana_pipe.train.kernels.packed_attention import PackedRows, packed_attention
+from sana_pipe.train.models.adapters.low_rank import joined_products
+from sana_pipe.train.models.layers import SINUSOID_WIDTH, RMSNorm, timestep_sinusoid
+from sana_pipe.train.models.sana_shape import Numerics, SanaShape
 
 _SELF_NORM_EPS = 1e-5
 _MASK_BIAS = -10_000.0

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from pipeline.base import hub
-from pipeline.base.errors import ConfigError
+from sana_pipe.base import hub
+from sana_pipe.base.errors import ConfigError
 
 CLASS_NAME = "SanaTransformer2DModel"
 GLU_PARAMETERS = ("conv_inverted.weight", "conv_inverted.bias", "conv_depth.weight", "conv_depth.bias")

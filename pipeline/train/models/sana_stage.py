@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.train.models.sana_layers import SanaEnds, mask_bias
+from sana_pipe.train.models.sana_layers import SanaEnds, mask_bias
 
 
 class _ContiguousGradient(torch.autograd.Function):

@@ -22,15 +22,15 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from pipeline.base import hub
-from pipeline.base.errors import ConfigError
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.sana_shape import CLASS_NAME
+from sana_pipe.base import hub
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.sana_shape import CLASS_NAME
 
 KINDS: dict[str, str] = {
-    CLASS_NAME: "pipeline.train.models.sana_config:SanaConfig",
-    "ZImageTransformer2DModel": "pipeline.train.models.zimage_config:ZImageConfig",
-    "PRXTransformer2DModel": "pipeline.train.models.prx:PRX",
+    CLASS_NAME: "sana_pipe.train.models.sana_config:SanaConfig",
+    "ZImageTransformer2DModel": "sana_pipe.train.models.zimage_config:ZImageConfig",
+    "PRXTransformer2DModel": "sana_pipe.train.models.prx:PRX",
 }
 """diffusers' `_class_name` -> module:class."""
 
@@ -258,7 +258,7 @@ class ModelSpec(ABC):
         Args:
             shift: `train.flow.shift`.
         """
-        from pipeline.train.models.sampler import euler
+        from sana_pipe.train.models.sampler import euler
 
         return euler(shift)
 
@@ -388,7 +388,7 @@ def spec_of(data: Mapping[str, Any], source: str = "config.json") -> ModelSpec:
 def spec_at(place: Path, variant: str | None = None) -> ModelSpec:
     """Read the spec of the model in a diffusers folder, or in a file of NVlabs. variant: as in `WeightFiles`."""
     if place.is_file():
-        from pipeline.train.models import nvlabs  # with the layers, which take seconds to import
+        from sana_pipe.train.models import nvlabs  # with the layers, which take seconds to import
 
         return spec_of(nvlabs.read(place, variant)[0].to_dict(), str(place))
     data = hub.read_json(place / "config.json")

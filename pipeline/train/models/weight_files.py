@@ -17,9 +17,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from pipeline.base import hub
-from pipeline.base.errors import UserError, writing
-from pipeline.train.models.spec import raw_bytes
+from sana_pipe.base import hub
+from sana_pipe.base.errors import UserError, writing
+from sana_pipe.train.models.spec import raw_bytes
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
 MAX_SHARD_BYTES = 5_000_000_000  # diffusers' default, "5GB"

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.train.models.layers import SINUSOID_WIDTH, RMSNorm, timestep_sinusoid
-from pipeline.train.models.zimage_shape import ZImageShape
+from sana_pipe.train.models.layers import SINUSOID_WIDTH, RMSNorm, timestep_sinusoid
+from sana_pipe.train.models.zimage_shape import ZImageShape
 
 MULTIPLE = 32
 """Tokens of a picture and of a caption are padded to a multiple of it."""

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pipeline.base.errors import ConfigError
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.layers import SINUSOID_WIDTH
-from pipeline.train.models.spec import Call, DrawnValues, ModelSpec, Values, generator_of
-from pipeline.train.models.weight_files import FolderWeights, save_folder
-from pipeline.train.models.zimage import ZImageTransformer, padded, parameter_shapes
-from pipeline.train.models.zimage_shape import ZImageShape
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.layers import SINUSOID_WIDTH
+from sana_pipe.train.models.spec import Call, DrawnValues, ModelSpec, Values, generator_of
+from sana_pipe.train.models.weight_files import FolderWeights, save_folder
+from sana_pipe.train.models.zimage import ZImageTransformer, padded, parameter_shapes
+from sana_pipe.train.models.zimage_shape import ZImageShape
 
 _TURBO = re.compile(r"z[-_ ]?image[-_ ]?turbo", re.IGNORECASE)
 _MAX_LENGTH = 512

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
-from pipeline.base.errors import ConfigError
+from sana_pipe.base.errors import ConfigError
 
 CLASS_NAME = "ZImageTransformer2DModel"
 _TIME_DIM, _TIME_HIDDEN = 256, 1024

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from pipeline.base.layer_classes import LayerMixin, add_mixin
-from pipeline.train.config import TrainConfig
-from pipeline.train.kernels import joined_linear  # noqa: F401  registers the operation
-from pipeline.train.parallel.saved_tensors import Compressor
+from sana_pipe.base.layer_classes import LayerMixin, add_mixin
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.kernels import joined_linear  # noqa: F401  registers the operation
+from sana_pipe.train.parallel.saved_tensors import Compressor
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -92,7 +92,7 @@ def apply_activation_checkpointing(blocks: Sequence[nn.Module], train: TrainConf
         blocks: all blocks of the model, in order. Their first argument is the tokens.
     """
     mode = train.activation_checkpointing
-    assert mode != "auto", "pipeline.tools.planning.auto.decide comes first"
+    assert mode != "auto", "sana_pipe.tools.planning.auto.decide comes first"
     compressor = None if train.activation_compression == "none" else Compressor()
     every = int(mode.removeprefix("every-")) if mode.startswith("every-") else None
     for number, block in enumerate(blocks, start=1):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.base.errors import NoSpaceError, UserError, machine_error
+from sana_pipe.base.errors import NoSpaceError, UserError, machine_error
 
 Value = TypeVar("Value")
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.base.config import Positive, Section
+from sana_pipe.base.config import Positive, Section
 
 
 class ParallelConfig(Section):

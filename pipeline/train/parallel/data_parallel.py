@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from pipeline.train.config import TrainConfig
-from pipeline.train.parallel.mesh import REPLICATE, SHARD
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.parallel.mesh import REPLICATE, SHARD
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16_pure": torch.bfloat16}
 STORED = {"bf16_pure": torch.bfloat16}

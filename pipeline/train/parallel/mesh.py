@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeline.base.errors import ConfigError, UserError, printed_first
-from pipeline.base.launch import Launch
-from pipeline.train.parallel.collectives import require_equal
-from pipeline.train.parallel.config import ParallelConfig
+from sana_pipe.base.errors import ConfigError, UserError, printed_first
+from sana_pipe.base.launch import Launch
+from sana_pipe.train.parallel.collectives import require_equal
+from sana_pipe.train.parallel.config import ParallelConfig
 
 WAITING_S = 10.0
 """Time after which a process says that it waits for the others of its launch."""

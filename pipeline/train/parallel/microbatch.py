@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from pipeline.train.kernels.sample_dropout import Rows
+from sana_pipe.train.kernels.sample_dropout import Rows
 
 REFERENCE = "reference"
 """Name of the target that is the base's prediction."""

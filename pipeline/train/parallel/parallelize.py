@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeline.base.layer_classes import without_adapter
-from pipeline.train.config import TrainConfig
-from pipeline.train.kernels.sample_dropout import give_rows
-from pipeline.train.parallel import data_parallel, pipeline_parallel, tensor_parallel
-from pipeline.train.parallel.activation_checkpoint import apply_activation_checkpointing
-from pipeline.train.parallel.compile import compile_blocks, compile_conditions
-from pipeline.train.parallel.mesh import PP, SHARD, TP
-from pipeline.train.parallel.microbatch import REFERENCE, Loss, Microbatch, Outputs
-from pipeline.train.parallel.shards import local, sharding_groups
+from sana_pipe.base.layer_classes import without_adapter
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.kernels.sample_dropout import give_rows
+from sana_pipe.train.parallel import data_parallel, pipeline_parallel, tensor_parallel
+from sana_pipe.train.parallel.activation_checkpoint import apply_activation_checkpointing
+from sana_pipe.train.parallel.compile import compile_blocks, compile_conditions
+from sana_pipe.train.parallel.mesh import PP, SHARD, TP
+from sana_pipe.train.parallel.microbatch import REFERENCE, Loss, Microbatch, Outputs
+from sana_pipe.train.parallel.shards import local, sharding_groups
 
 COMPILE_BACKEND = "inductor"
 """torch.compile's backend."""

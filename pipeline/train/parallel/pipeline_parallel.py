@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
-from pipeline.base.errors import ConfigError
-from pipeline.train.parallel.microbatch import Loss, Microbatch, Outputs
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.train.parallel.microbatch import Loss, Microbatch, Outputs
 
 _CACHED_SHAPES = 4
 _SHOWN = 8

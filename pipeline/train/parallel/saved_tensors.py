@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipeline.train.parallel.shards import local
+from sana_pipe.train.parallel.shards import local
 
 BLOCK = 128
 SMALLEST = 1024

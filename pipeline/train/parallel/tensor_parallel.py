@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pipeline.base.errors import ConfigError
-from pipeline.base.layer_classes import LayerMixin, add_mixin
-from pipeline.train.parallel.shards import local, sum_over_shards
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.base.layer_classes import LayerMixin, add_mixin
+from sana_pipe.train.parallel.shards import local, sum_over_shards
 
 
 def check(parts: Mapping[str, int], size: int, dropout: float) -> None:

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeline.base.errors import ConfigError
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.adapters import Adapter
-from pipeline.train.models.spec import DrawnValues, ModelSpec, Values, reset_buffers
-from pipeline.train.parallel.parallelize import EXTRA, ParallelModel, parallelize
-from pipeline.train.training import optimizers
-from pipeline.train.training.ema import EMA
-from pipeline.train.training.objectives import Objective
-from pipeline.train.training.objectives.control import Controlled
-from pipeline.train.training.objectives.flow import Flow
-from pipeline.train.training.objectives.preserve import Preserving
-from pipeline.train.training.step import TrainStep
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.adapters import Adapter
+from sana_pipe.train.models.spec import DrawnValues, ModelSpec, Values, reset_buffers
+from sana_pipe.train.parallel.parallelize import EXTRA, ParallelModel, parallelize
+from sana_pipe.train.training import optimizers
+from sana_pipe.train.training.ema import EMA
+from sana_pipe.train.training.objectives import Objective
+from sana_pipe.train.training.objectives.control import Controlled
+from sana_pipe.train.training.objectives.flow import Flow
+from sana_pipe.train.training.objectives.preserve import Preserving
+from sana_pipe.train.training.step import TrainStep
 
 
 @dataclass(frozen=True)

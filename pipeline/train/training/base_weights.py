@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.base import hub
-from pipeline.train.models.adapters import Merged, adapter_from
-from pipeline.train.models.config import StartWeights
-from pipeline.train.models.spec import ModelSpec, Values, digest_of
-from pipeline.train.training.checkpoint import CheckpointError, ModelTensors, recorded_origin
+from sana_pipe.base import hub
+from sana_pipe.train.models.adapters import Merged, adapter_from
+from sana_pipe.train.models.config import StartWeights
+from sana_pipe.train.models.spec import ModelSpec, Values, digest_of
+from sana_pipe.train.training.checkpoint import CheckpointError, ModelTensors, recorded_origin
 
 
 def start_values(weights: StartWeights | None, seed: int, spec: ModelSpec) -> Values:

@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeline.base import hub
-from pipeline.base.errors import ConfigError
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.adapters import adapter_of
-from pipeline.train.models.config import ModelConfig, StartWeights
-from pipeline.train.models.spec import ModelSpec, Values, digest_of, spec_at, spec_from_arch
-from pipeline.train.parallel.collectives import broadcast_from_rank_0, require_equal, run_on_all
-from pipeline.train.parallel.load_sharded import load_sharded
-from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.training import checkpoint, optimizers
-from pipeline.train.training.assemble import Trainable, assemble, objective_of
-from pipeline.train.training.base_weights import check_base, start_values
-from pipeline.train.training.checkpoint import Resumed
-from pipeline.train.training.ema import EMA
-from pipeline.train.training.optimizers import in_backward
-from pipeline.train.training.step import TrainStep
-from pipeline.train.training.task import Context, TrainingTask
+from sana_pipe.base import hub
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.adapters import adapter_of
+from sana_pipe.train.models.config import ModelConfig, StartWeights
+from sana_pipe.train.models.spec import ModelSpec, Values, digest_of, spec_at, spec_from_arch
+from sana_pipe.train.parallel.collectives import broadcast_from_rank_0, require_equal, run_on_all
+from sana_pipe.train.parallel.load_sharded import load_sharded
+from sana_pipe.train.parallel.parallelize import ParallelModel
+from sana_pipe.train.training import checkpoint, optimizers
+from sana_pipe.train.training.assemble import Trainable, assemble, objective_of
+from sana_pipe.train.training.base_weights import check_base, start_values
+from sana_pipe.train.training.checkpoint import Resumed
+from sana_pipe.train.training.ema import EMA
+from sana_pipe.train.training.optimizers import in_backward
+from sana_pipe.train.training.step import TrainStep
+from sana_pipe.train.training.task import Context, TrainingTask
 
 
 @dataclass(frozen=True)

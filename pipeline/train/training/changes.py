@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.base.errors import UserError
-from pipeline.base.options import value_at
-from pipeline.train.models.config import StartWeights
-from pipeline.train.training.checkpoint import Document, beginning
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.options import value_at
+from sana_pipe.train.models.config import StartWeights
+from sana_pipe.train.training.checkpoint import Document, beginning
 
 _WEIGHTS = ("id", "revision", "variant")
 

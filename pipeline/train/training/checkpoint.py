@@ -37,24 +37,24 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_leaves
 
-from pipeline.base.amounts import amount
-from pipeline.base.disk import file_digest, make_folder, replacing, sync_path
-from pipeline.base.errors import ConfigError, UserError, writing
-from pipeline.base.launch import detect
-from pipeline.base.options import value_at
-from pipeline.base.processes import free_memory
-from pipeline.data.loader.loader import LoaderState
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.adapters import Adapter
-from pipeline.train.models.spec import ModelSpec, spec_of
-from pipeline.train.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
-from pipeline.train.parallel.mesh import wait
-from pipeline.train.parallel.parallelize import EXTRA
-from pipeline.train.parallel.shards import local
-from pipeline.train.training import heldout
-from pipeline.train.training.host_copy import HostCopy, plain_parts, thread_of_this_device
-from pipeline.train.training.lock import Lock
-from pipeline.train.training.metadata_reader import FIX, CheckpointError, TensorOnlyReader, read_metadata, unreadable
+from sana_pipe.base.amounts import amount
+from sana_pipe.base.disk import file_digest, make_folder, replacing, sync_path
+from sana_pipe.base.errors import ConfigError, UserError, writing
+from sana_pipe.base.launch import detect
+from sana_pipe.base.options import value_at
+from sana_pipe.base.processes import free_memory
+from sana_pipe.data.loader.loader import LoaderState
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.adapters import Adapter
+from sana_pipe.train.models.spec import ModelSpec, spec_of
+from sana_pipe.train.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
+from sana_pipe.train.parallel.mesh import wait
+from sana_pipe.train.parallel.parallelize import EXTRA
+from sana_pipe.train.parallel.shards import local
+from sana_pipe.train.training import heldout
+from sana_pipe.train.training.host_copy import HostCopy, plain_parts, thread_of_this_device
+from sana_pipe.train.training.lock import Lock
+from sana_pipe.train.training.metadata_reader import FIX, CheckpointError, TensorOnlyReader, read_metadata, unreadable
 
 FORMAT = "sana-pipe checkpoint"
 VERSION = 2

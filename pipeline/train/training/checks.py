@@ -11,21 +11,21 @@ from functools import partial
 
 import torch
 
-from pipeline.base.errors import ConfigError
-from pipeline.base.launch import Launch, check_accelerate, check_compiler, check_restart, resolve_device
-from pipeline.base.metrics import trackers
-from pipeline.base.options import flat
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.spec import ModelSpec
-from pipeline.train.parallel import pipeline_parallel, tensor_parallel
-from pipeline.train.parallel.collectives import require_equal, run_on_all
-from pipeline.train.parallel.mesh import Layout, check_sizes
-from pipeline.train.training import checkpoint, drawings, optimizers
-from pipeline.train.training.assemble import Trainable
-from pipeline.train.training.build import architecture_of, has_packed_kernel
-from pipeline.train.training.checkpoint import Resumed
-from pipeline.train.training.optimizers import in_backward
-from pipeline.train.training.task import Context, Log, TrainingTask
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.base.launch import Launch, check_accelerate, check_compiler, check_restart, resolve_device
+from sana_pipe.base.metrics import trackers
+from sana_pipe.base.options import flat
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.parallel import pipeline_parallel, tensor_parallel
+from sana_pipe.train.parallel.collectives import require_equal, run_on_all
+from sana_pipe.train.parallel.mesh import Layout, check_sizes
+from sana_pipe.train.training import checkpoint, drawings, optimizers
+from sana_pipe.train.training.assemble import Trainable
+from sana_pipe.train.training.build import architecture_of, has_packed_kernel
+from sana_pipe.train.training.checkpoint import Resumed
+from sana_pipe.train.training.optimizers import in_backward
+from sana_pipe.train.training.task import Context, Log, TrainingTask
 
 _OF_A_NODE = {"output", "device", "trackers"}
 """Options of `train` that may differ between nodes."""

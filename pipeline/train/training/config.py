@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipeline.base.config import NotNegative, Positive, Section, Share, Sides
-from pipeline.train.training.optimizer_records import OPTIMIZERS
+from sana_pipe.base.config import NotNegative, Positive, Section, Share, Sides
+from sana_pipe.train.training.optimizer_records import OPTIMIZERS
 
 
 def _known(name: str) -> str:

@@ -21,20 +21,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from pipeline.base.disk import make_folder, replacing
-from pipeline.base.errors import ConfigError, writing
-from pipeline.train.models.sampler import INPUTS, Sampling, prompt_noise, sample
-from pipeline.train.models.spec import ModelSpec
-from pipeline.train.parallel.collectives import all_gather_objects, broadcast_from_rank_0, require_equal, run_on_all
-from pipeline.train.parallel.data_parallel import COMPUTE
-from pipeline.train.training.build import TrainingRun
-from pipeline.train.training.config import PicturesConfig
-from pipeline.train.training.feeding import Interrupted
-from pipeline.train.training.lock import Lock
-from pipeline.train.training.metrics import Metrics
-from pipeline.train.training.stop_request import StopRequest
-from pipeline.train.training.task import DrawnPrompts, TrainingTask
-from pipeline.train.training.validation import evaluating, is_due
+from sana_pipe.base.disk import make_folder, replacing
+from sana_pipe.base.errors import ConfigError, writing
+from sana_pipe.train.models.sampler import INPUTS, Sampling, prompt_noise, sample
+from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.parallel.collectives import all_gather_objects, broadcast_from_rank_0, require_equal, run_on_all
+from sana_pipe.train.parallel.data_parallel import COMPUTE
+from sana_pipe.train.training.build import TrainingRun
+from sana_pipe.train.training.config import PicturesConfig
+from sana_pipe.train.training.feeding import Interrupted
+from sana_pipe.train.training.lock import Lock
+from sana_pipe.train.training.metrics import Metrics
+from sana_pipe.train.training.stop_request import StopRequest
+from sana_pipe.train.training.task import DrawnPrompts, TrainingTask
+from sana_pipe.train.training.validation import evaluating, is_due
 
 FOLDER = "pictures"
 _MOST = 3

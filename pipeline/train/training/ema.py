@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from pipeline.train.parallel.shards import local
-from pipeline.train.training.config import EmaConfig
-from pipeline.train.training.host_copy import HostCopy, thread_of_this_device
+from sana_pipe.train.parallel.shards import local
+from sana_pipe.train.training.config import EmaConfig
+from sana_pipe.train.training.host_copy import HostCopy, thread_of_this_device
 
 
 def ema_decay(config: EmaConfig, step: int) -> float:

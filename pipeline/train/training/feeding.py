@@ -19,10 +19,10 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.base.errors import RejectRateError
-from pipeline.data.loader.loader import Batch
-from pipeline.train.parallel.collectives import raise_first_error
-from pipeline.train.parallel.mesh import wait
+from sana_pipe.base.errors import RejectRateError
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.train.parallel.collectives import raise_first_error
+from sana_pipe.train.parallel.mesh import wait
 
 WINDOW = 10_000
 """Samples over which the share of substitutes is taken."""

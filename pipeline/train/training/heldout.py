@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from pipeline.train.training.metrics import read_events
+from sana_pipe.train.training.metrics import read_events
 
 METRICS = "metrics.jsonl"
 Losses = dict[int, float]

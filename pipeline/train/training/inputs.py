@@ -10,19 +10,19 @@ from pathlib import Path
 
 import torch
 
-from pipeline.base.errors import ConfigError
-from pipeline.base.launch import Launch, resolve_device
-from pipeline.base.retrying import TIMEOUT_S
-from pipeline.data.loader.inputs import Inputs
-from pipeline.data.loader.loader import Loader, LoaderSettings, LoaderState, bf16
-from pipeline.data.loader.schedule import Schedule
-from pipeline.data.loader.validation_loader import ValidationLoader
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.config import ModelConfig, SampleConfig
-from pipeline.train.parallel.mesh import Layout
-from pipeline.train.training.assemble import objective_of
-from pipeline.train.training.config import PicturesConfig
-from pipeline.train.training.task import DrawnPrompts, TrainingTask, WrittenConfiguration
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.base.launch import Launch, resolve_device
+from sana_pipe.base.retrying import TIMEOUT_S
+from sana_pipe.data.loader.inputs import Inputs
+from sana_pipe.data.loader.loader import Loader, LoaderSettings, LoaderState, bf16
+from sana_pipe.data.loader.schedule import Schedule
+from sana_pipe.data.loader.validation_loader import ValidationLoader
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.config import ModelConfig, SampleConfig
+from sana_pipe.train.parallel.mesh import Layout
+from sana_pipe.train.training.assemble import objective_of
+from sana_pipe.train.training.config import PicturesConfig
+from sana_pipe.train.training.task import DrawnPrompts, TrainingTask, WrittenConfiguration
 
 _MANY = 1000
 """Epochs that the mean length of an epoch is taken from."""

@@ -21,14 +21,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeline.base import process_identity
-from pipeline.base.amounts import duration
-from pipeline.base.disk import make_folder, now_in, replacing
-from pipeline.base.errors import CacheError, UserError, machine_error
-from pipeline.base.launch import scheduled_attempt
-from pipeline.base.processes import beating
-from pipeline.data.cache.layout import Paths
-from pipeline.train.parallel.collectives import broadcast_from_rank_0
+from sana_pipe.base import process_identity
+from sana_pipe.base.amounts import duration
+from sana_pipe.base.disk import make_folder, now_in, replacing
+from sana_pipe.base.errors import CacheError, UserError, machine_error
+from sana_pipe.base.launch import scheduled_attempt
+from sana_pipe.base.processes import beating
+from sana_pipe.data.cache.layout import Paths
+from sana_pipe.train.parallel.collectives import broadcast_from_rank_0
 
 NAME = "lock.json"
 BEAT_S = 2.0

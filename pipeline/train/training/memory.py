@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from pipeline.base.errors import ResourceError, is_out_of_memory
-from pipeline.train.config import TrainConfig
-from pipeline.train.training.remedies import memory_advice
+from sana_pipe.base.errors import ResourceError, is_out_of_memory
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.training.remedies import memory_advice
 
 NEARLY_FULL = 0.92
 """Reserved share of a GPU's memory that triggers a warning: the allocator's rounding and other shapes need the rest."""

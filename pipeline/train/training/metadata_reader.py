@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from pipeline.base.errors import UserError, not_permitted
+from sana_pipe.base.errors import UserError, not_permitted
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _CLASSES = {

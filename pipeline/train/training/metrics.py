@@ -17,15 +17,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pipeline.base.amounts import duration
-from pipeline.base.disk import replacing
-from pipeline.base.errors import writing
-from pipeline.base.metrics import rows
-from pipeline.base.metrics.textfile import Textfile
-from pipeline.base.metrics.trackers import Trackers
-from pipeline.base.terminal import LiveLine, shorter
-from pipeline.train.training.loss_band import LossBand
-from pipeline.train.training.task import Compare
+from sana_pipe.base.amounts import duration
+from sana_pipe.base.disk import replacing
+from sana_pipe.base.errors import writing
+from sana_pipe.base.metrics import rows
+from sana_pipe.base.metrics.textfile import Textfile
+from sana_pipe.base.metrics.trackers import Trackers
+from sana_pipe.base.terminal import LiveLine, shorter
+from sana_pipe.train.training.loss_band import LossBand
+from sana_pipe.train.training.task import Compare
 
 _TREND_ROWS = 40
 """Rows that the trend of the loss is taken from."""

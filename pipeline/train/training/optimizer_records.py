@@ -46,7 +46,7 @@ class OptimizerRecord:
     kernels: tuple[str, ...] = ()
 
 
-_ROOM = "pipeline.train.training.optimizers"
+_ROOM = "sana_pipe.train.training.optimizers"
 _SCALES = 4 / 256
 """Bytes of scales per 8-bit value: one in fp32 for 256 values."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from pipeline.base.disk import make_folder
+from sana_pipe.base.disk import make_folder
 
 _MEMORY_EVENTS = 200_000
 """The newest allocations that a memory snapshot remembers."""

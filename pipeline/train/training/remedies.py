@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
-from pipeline.base.config import setting
-from pipeline.base.options import value_at
-from pipeline.train.config import TrainConfig
-from pipeline.train.parallel.data_parallel import is_managed
-from pipeline.train.parallel.mesh import check_sizes
-from pipeline.train.training.optimizer_records import OPTIMIZERS, OptimizerRecord
+from sana_pipe.base.config import setting
+from sana_pipe.base.options import value_at
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.parallel.data_parallel import is_managed
+from sana_pipe.train.parallel.mesh import check_sizes
+from sana_pipe.train.training.optimizer_records import OPTIMIZERS, OptimizerRecord
 
 Changes = dict[str, Any]
 """Options below `train` (`optim.name`) and their new values."""

@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.base import hub
-from pipeline.base.errors import UserError
-from pipeline.data.loader.loader import Batch
-from pipeline.train.config import TrainConfig
-from pipeline.train.kernels.sample_dropout import rows_of
-from pipeline.train.parallel.collectives import all_gather_objects
-from pipeline.train.parallel.data_parallel import COMPUTE
-from pipeline.train.parallel.microbatch import Microbatch
-from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.training.loss_scale import LossScale
-from pipeline.train.training.objectives import Objective, StepLoss, visit_hashes
+from sana_pipe.base import hub
+from sana_pipe.base.errors import UserError
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.kernels.sample_dropout import rows_of
+from sana_pipe.train.parallel.collectives import all_gather_objects
+from sana_pipe.train.parallel.data_parallel import COMPUTE
+from sana_pipe.train.parallel.microbatch import Microbatch
+from sana_pipe.train.parallel.parallelize import ParallelModel
+from sana_pipe.train.training.loss_scale import LossScale
+from sana_pipe.train.training.objectives import Objective, StepLoss, visit_hashes
 
 _MAX_NAMED = 64
 """Samples that an error names at most."""

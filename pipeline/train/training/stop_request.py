@@ -16,9 +16,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from pipeline.base.launch import Launch
-from pipeline.base.processes import catching
-from pipeline.train.training.feeding import Interrupted
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.processes import catching
+from sana_pipe.train.training.feeding import Interrupted
 
 AGAIN_S = 1.0
 """A second Ctrl-C within this time is ignored: launchers pass on the signal that the terminal has sent already."""

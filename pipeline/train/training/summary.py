@@ -10,14 +10,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.amounts import duration
-from pipeline.base.disk import replacing
-from pipeline.base.errors import UserError, writing
-from pipeline.data.cache.snapshot_head import Head
-from pipeline.data.loader.loader import LoaderState
-from pipeline.data.loader.schedule import Schedule
-from pipeline.train.training.checkpoint import recorded_origin
-from pipeline.train.training.metrics import read_events
+from sana_pipe.base.amounts import duration
+from sana_pipe.base.disk import replacing
+from sana_pipe.base.errors import UserError, writing
+from sana_pipe.data.cache.snapshot_head import Head
+from sana_pipe.data.loader.loader import LoaderState
+from sana_pipe.data.loader.schedule import Schedule
+from sana_pipe.train.training.checkpoint import recorded_origin
+from sana_pipe.train.training.metrics import read_events
 
 NAME = "summary.json"
 

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.base.launch import Launch
-from pipeline.base.options import MISSING, flat, value_at
-from pipeline.base.retrying import PATIENCE_S
-from pipeline.data.loader.loader import Batch, LoaderState
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.adapters import Adapter
-from pipeline.train.models.config import ModelConfig, SampleConfig
-from pipeline.train.parallel.mesh import Layout
-from pipeline.train.training.objectives import Objective
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.options import MISSING, flat, value_at
+from sana_pipe.base.retrying import PATIENCE_S
+from sana_pipe.data.loader.loader import Batch, LoaderState
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.adapters import Adapter
+from sana_pipe.train.models.config import ModelConfig, SampleConfig
+from sana_pipe.train.parallel.mesh import Layout
+from sana_pipe.train.training.objectives import Objective
 
 Log = Callable[[str], None]
 Compare = Callable[[dict[str, Any]], tuple[list[str], dict[str, Any]]]

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.base import counters, gpus
-from pipeline.base.metrics.textfile import store_counts
-from pipeline.data.loader.loader import Batch
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.spec import ModelSpec
-from pipeline.train.parallel.collectives import all_gather_objects
-from pipeline.train.parallel.mesh import Layout
-from pipeline.train.training.memory import MemoryMonitor
-from pipeline.train.training.step import Outcome
+from sana_pipe.base import counters, gpus
+from sana_pipe.base.metrics.textfile import store_counts
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.parallel.collectives import all_gather_objects
+from sana_pipe.train.parallel.mesh import Layout
+from sana_pipe.train.training.memory import MemoryMonitor
+from sana_pipe.train.training.step import Outcome
 
 
 @dataclass

@@ -22,33 +22,33 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.base import retrying
-from pipeline.base.disk import replacing
-from pipeline.base.errors import UserError, printed_first, writing
-from pipeline.base.launch import Launch, set_tf32
-from pipeline.base.metrics.textfile import Textfile
-from pipeline.base.metrics.trackers import Trackers
-from pipeline.base.processes import shown
-from pipeline.base.terminal import LiveLine
-from pipeline.base.yaml_text import as_yaml
-from pipeline.data.loader.loader import Batch, LoaderState
-from pipeline.train.config import TrainConfig
-from pipeline.train.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
-from pipeline.train.parallel.mesh import open_mesh
-from pipeline.train.training import checkpoint, optimizers
-from pipeline.train.training.build import TrainingRun, build, trainable_of
-from pipeline.train.training.checks import check_inputs, check_start
-from pipeline.train.training.drawings import Drawings
-from pipeline.train.training.feeding import Feed
-from pipeline.train.training.lock import Lock, run_lock
-from pipeline.train.training.memory import memory_errors
-from pipeline.train.training.metrics import Metrics, export, not_looked_at
-from pipeline.train.training.profiling import tracing
-from pipeline.train.training.step import Outcome
-from pipeline.train.training.stop_request import StopRequest, catch_signals_of
-from pipeline.train.training.task import Compare, Context, Log, Report, TrainingTask
-from pipeline.train.training.throughput import Throughput
-from pipeline.train.training.validation import Validation
+from sana_pipe.base import retrying
+from sana_pipe.base.disk import replacing
+from sana_pipe.base.errors import UserError, printed_first, writing
+from sana_pipe.base.launch import Launch, set_tf32
+from sana_pipe.base.metrics.textfile import Textfile
+from sana_pipe.base.metrics.trackers import Trackers
+from sana_pipe.base.processes import shown
+from sana_pipe.base.terminal import LiveLine
+from sana_pipe.base.yaml_text import as_yaml
+from sana_pipe.data.loader.loader import Batch, LoaderState
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
+from sana_pipe.train.parallel.mesh import open_mesh
+from sana_pipe.train.training import checkpoint, optimizers
+from sana_pipe.train.training.build import TrainingRun, build, trainable_of
+from sana_pipe.train.training.checks import check_inputs, check_start
+from sana_pipe.train.training.drawings import Drawings
+from sana_pipe.train.training.feeding import Feed
+from sana_pipe.train.training.lock import Lock, run_lock
+from sana_pipe.train.training.memory import memory_errors
+from sana_pipe.train.training.metrics import Metrics, export, not_looked_at
+from sana_pipe.train.training.profiling import tracing
+from sana_pipe.train.training.step import Outcome
+from sana_pipe.train.training.stop_request import StopRequest, catch_signals_of
+from sana_pipe.train.training.task import Compare, Context, Log, Report, TrainingTask
+from sana_pipe.train.training.throughput import Throughput
+from sana_pipe.train.training.validation import Validation
 
 T = TypeVar("T")
 

@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.data.loader.loader import Batch
-from pipeline.train.models.flow_matching import equidistant
-from pipeline.train.parallel.collectives import broadcast_from_rank_0, run_on_all
-from pipeline.train.training.build import TrainingRun
-from pipeline.train.training.config import ValidationConfig
-from pipeline.train.training.feeding import Feed
-from pipeline.train.training.lock import Lock
-from pipeline.train.training.metrics import Metrics
-from pipeline.train.training.stop_request import StopRequest
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.train.models.flow_matching import equidistant
+from sana_pipe.train.parallel.collectives import broadcast_from_rank_0, run_on_all
+from sana_pipe.train.training.build import TrainingRun
+from sana_pipe.train.training.config import ValidationConfig
+from sana_pipe.train.training.feeding import Feed
+from sana_pipe.train.training.lock import Lock
+from sana_pipe.train.training.metrics import Metrics
+from sana_pipe.train.training.stop_request import StopRequest
 
 LEVELS = 8
 """Noise levels at which each sample is measured, as in MLPerf Training's text-to-image benchmark."""

@@ -57,9 +57,9 @@ def finite_captions(module):
 
 
 CHANGES = {
-    "pipeline.train.training.step": finite_steps,
-    "pipeline.train.training.throughput": small_losses,
-    "pipeline.data.encoders.text": finite_captions,
+    "sana_pipe.train.training.step": finite_steps,
+    "sana_pipe.train.training.throughput": small_losses,
+    "sana_pipe.data.encoders.text": finite_captions,
 }
 
 

@@ -19,20 +19,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from pipeline.base.errors import UserError
-from pipeline.base.launch import Launch
-from pipeline.base.processes import run_and_exit
-from pipeline.config import Config
-from pipeline.data.loader.loader import Batch
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.sana_files import WeightFiles, save_weights
-from pipeline.train.models.spec import Values
-from pipeline.train.parallel import collectives, mesh
-from pipeline.train.parallel.load_sharded import load_sharded
-from pipeline.train.parallel.parallelize import parallelize
-from pipeline.train.training import checkpoint, metrics
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import Config
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_files import WeightFiles, save_weights
+from sana_pipe.train.models.spec import Values
+from sana_pipe.train.parallel import collectives, mesh
+from sana_pipe.train.parallel.load_sharded import load_sharded
+from sana_pipe.train.parallel.parallelize import parallelize
+from sana_pipe.train.training import checkpoint, metrics
+from sana_pipe.train.training.trainer import fit
 from tests.support.tiny_sana import load_weights
 from tests.support.workers import strategies, tiny_run
 from tests.support.workers.strategies import DDP, FSDP2, TP

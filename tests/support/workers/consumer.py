@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.base.processes import run_and_exit
-from pipeline.data.cache.cache import Cache
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.cache.cache import Cache
 from tests.support.consumed import loader, seen
 
 

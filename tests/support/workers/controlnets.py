@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.base.launch import Launch
-from pipeline.base.processes import run_and_exit
-from pipeline.train.models.adapters.controlnet import PREFIX
-from pipeline.train.models.sana_config import SanaConfig
-from pipeline.train.models.sana_shape import deinterleave
-from pipeline.train.parallel import mesh
-from pipeline.train.parallel.microbatch import Outputs
-from pipeline.train.parallel.parallelize import parallelize
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.train.models.adapters.controlnet import PREFIX
+from sana_pipe.train.models.sana_config import SanaConfig
+from sana_pipe.train.models.sana_shape import deinterleave
+from sana_pipe.train.parallel import mesh
+from sana_pipe.train.parallel.microbatch import Outputs
+from sana_pipe.train.parallel.parallelize import parallelize
 from tests.support.controlnets import saved, trained
 from tests.support.workers import strategies, tiny_run
 

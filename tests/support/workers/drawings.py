@@ -17,17 +17,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from pipeline.base.launch import Launch
-from pipeline.base.processes import run_and_exit
-from pipeline.config import Config
-from pipeline.train.models.config import SampleConfig
-from pipeline.train.models.sampler import Sampling, prompt_noise, sample
-from pipeline.train.parallel import mesh
-from pipeline.train.training import checkpoint
-from pipeline.train.training import drawings as in_training
-from pipeline.train.training.stop_request import StopRequest
-from pipeline.train.training.task import Report
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import Config
+from sana_pipe.train.models.config import SampleConfig
+from sana_pipe.train.models.sampler import Sampling, prompt_noise, sample
+from sana_pipe.train.parallel import mesh
+from sana_pipe.train.training import checkpoint
+from sana_pipe.train.training import drawings as in_training
+from sana_pipe.train.training.stop_request import StopRequest
+from sana_pipe.train.training.task import Report
+from sana_pipe.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.workers import strategies, tiny_run
 from tests.support.workers.pipelines import pp

@@ -11,9 +11,9 @@ import transformers.models.auto.tokenization_auto
 import transformers.models.gemma.tokenization_gemma
 import transformers.models.gemma2.modeling_gemma2
 
-import stages.bucket
-import stages.encode
-import stages.train
+import sana_pipe.stages.bucket
+import sana_pipe.stages.encode
+import sana_pipe.stages.train
 import tests.support.workers.lowered
 
 torch.set_num_threads(1)

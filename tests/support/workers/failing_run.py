@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pipeline.base.errors import UserError
-from pipeline.base.launch import detect
-from pipeline.cli import main as command_line
-from pipeline.data.loader.loader import Batch
-from pipeline.train.parallel.parallelize import Microbatch
-from pipeline.train.training.step import TrainStep
-from pipeline.train.training.trainer import fit
-from stages import train as stage
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.launch import detect
+from sana_pipe.cli import main as command_line
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.stages import train as stage
+from sana_pipe.train.parallel.parallelize import Microbatch
+from sana_pipe.train.training.step import TrainStep
+from sana_pipe.train.training.trainer import fit
 from tests.support.workers import tiny_run
 
 MESSAGE = "the third step cannot be done here"

@@ -29,21 +29,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from pipeline import config
-from pipeline.base.errors import UserError
-from pipeline.base.processes import run_and_exit
-from pipeline.data.cache import codec, layout, shard
-from pipeline.data.cache.cache import Cache
-from pipeline.data.cache.files import Files
-from pipeline.data.encoding import scan
-from pipeline.data.images import decoding, vips_decoder
-from pipeline.data.signals.text import TextEncoding
-from pipeline.data.snapshots import filters
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.detect import open_source
-from pipeline.data.sources.source import Place
-from pipeline.data.work import claims
-from pipeline.train.models.sana_shape import read_config
+from sana_pipe import config
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.cache import codec, layout, shard
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.files import Files
+from sana_pipe.data.encoding import scan
+from sana_pipe.data.images import decoding, vips_decoder
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.snapshots import filters
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.detect import open_source
+from sana_pipe.data.sources.source import Place
+from sana_pipe.data.work import claims
+from sana_pipe.train.models.sana_shape import read_config
 
 SECONDS = 5.0
 """Of the processor, for one input."""
@@ -212,13 +212,13 @@ def file_of(name: str, read: Callable[[Path], Any]) -> Callable[[bytes], None]:
 
 
 def dcp(path: Path) -> None:
-    from pipeline.train.training.metadata_reader import read_metadata
+    from sana_pipe.train.training.metadata_reader import read_metadata
 
     read_metadata(path)
 
 
 def document(path: Path) -> None:
-    from pipeline.train.training.checkpoint import read_document
+    from sana_pipe.train.training.checkpoint import read_document
 
     read_document(path.parent)
 

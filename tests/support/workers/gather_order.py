@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.base.processes import run_and_exit
-from pipeline.data.cache.cache import Cache
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.cache.cache import Cache
 from tests.support.consumed import loader, seen
 
 

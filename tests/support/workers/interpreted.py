@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
-from pipeline.base.processes import run_and_exit
-from pipeline.train.kernels import gated_convolution_triton, linear_attention_triton
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.train.kernels import gated_convolution_triton, linear_attention_triton
 
 _splat = InterpreterBuilder.create_splat
 """In triton 3.9 it repeats the result of a scalar comparison as int32, which no mask may be."""

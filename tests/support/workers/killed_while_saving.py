@@ -16,10 +16,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from pipeline.base.launch import Launch
-from pipeline.base.processes import run_and_exit
-from pipeline.train.training import checkpoint
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.train.training import checkpoint
+from sana_pipe.train.training.trainer import fit
 from tests.support.workers import tiny_run
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.base.processes import run_and_exit
-from pipeline.cli import console
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.cli import console
 from tests.support.lowered import lower_limits
 
 

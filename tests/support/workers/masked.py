@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from pipeline.base.launch import Launch
-from pipeline.base.processes import run_and_exit
-from pipeline.train.parallel import collectives, mesh
-from pipeline.train.parallel.parallelize import parallelize
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.train.parallel import collectives, mesh
+from sana_pipe.train.parallel.parallelize import parallelize
 from tests.support.workers import pipelines, strategies, tiny_run
 
 CPU = torch.device("cpu")

@@ -20,12 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from benchmarks.saved_bytes import saved_bytes
-from pipeline.base.launch import Launch, detect
-from pipeline.base.processes import run_and_exit
-from pipeline.train.parallel import mesh, saved_tensors
-from pipeline.train.parallel.parallelize import ParallelModel, parallelize
-from pipeline.train.training import optimizers
-from pipeline.train.training.optimizers import in_backward
+from sana_pipe.base.launch import Launch, detect
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.train.parallel import mesh, saved_tensors
+from sana_pipe.train.parallel.parallelize import ParallelModel, parallelize
+from sana_pipe.train.training import optimizers
+from sana_pipe.train.training.optimizers import in_backward
 from tests.support import saved_activations
 from tests.support.workers import tiny_run
 

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from pipeline.base.launch import Launch
-from pipeline.base.processes import run_and_exit
-from pipeline.config import Config
-from pipeline.train.parallel import collectives, mesh
-from pipeline.train.parallel.parallelize import ParallelModel, parallelize
-from pipeline.train.parallel.shards import local
-from pipeline.train.training import optimizers
-from pipeline.train.training.optimizers import came
-from pipeline.train.training.optimizers.came import CAME
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import Config
+from sana_pipe.train.parallel import collectives, mesh
+from sana_pipe.train.parallel.parallelize import ParallelModel, parallelize
+from sana_pipe.train.parallel.shards import local
+from sana_pipe.train.training import optimizers
+from sana_pipe.train.training.optimizers import came
+from sana_pipe.train.training.optimizers.came import CAME
+from sana_pipe.train.training.trainer import fit
 from tests.support.workers import tiny_run
 from tests.support.workers.strategies import launches
 
@@ -254,7 +254,7 @@ def main() -> None:
     torch.set_num_threads(1)
     names = ["came"]
     if importlib.util.find_spec("torchao"):
-        import pipeline.train.training.optimizers.adamw_8bit  # noqa: F401  # once, not in every process
+        import sana_pipe.train.training.optimizers.adamw_8bit  # noqa: F401  # once, not in every process
 
         names.append("adamw8bit")
     launches(1, FOLDER, lambda launch: alone())

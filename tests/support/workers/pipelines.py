@@ -16,18 +16,18 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from pipeline.base.errors import UserError
-from pipeline.base.launch import Launch
-from pipeline.base.processes import run_and_exit
-from pipeline.config import Config
-from pipeline.data.loader.loader import Batch
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.parallel import collectives, mesh
-from pipeline.train.parallel.activation_checkpoint import ManagedActivations
-from pipeline.train.parallel.parallelize import ParallelModel, PipelineParallelModel, parallelize
-from pipeline.train.parallel.pipeline_parallel import Pipeline
-from pipeline.train.training import metrics
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import Config
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.parallel import collectives, mesh
+from sana_pipe.train.parallel.activation_checkpoint import ManagedActivations
+from sana_pipe.train.parallel.parallelize import ParallelModel, PipelineParallelModel, parallelize
+from sana_pipe.train.parallel.pipeline_parallel import Pipeline
+from sana_pipe.train.training import metrics
+from sana_pipe.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.workers import strategies, tiny_run
 

@@ -16,21 +16,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import stages.encode
+import sana_pipe.stages.encode
 from benchmarks import large_cache
 from benchmarks.report import resident
-from pipeline.base.errors import UserError
-from pipeline.base.processes import run_and_exit
-from pipeline.config import load
-from pipeline.data.cache.cache import Cache
-from pipeline.data.encoding import plan as planning
-from pipeline.data.encoding.fragments import Fragments
-from pipeline.data.images import buckets
-from pipeline.data.sources.source import Source
-from pipeline.data.work.claims import Claims
-from pipeline.data.work.engine import Worker, make_units
-from pipeline.data.work.progress import Progress
-from pipeline.data.work.stop import Stop
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import load
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.encoding import plan as planning
+from sana_pipe.data.encoding.fragments import Fragments
+from sana_pipe.data.images import buckets
+from sana_pipe.data.sources.source import Source
+from sana_pipe.data.work.claims import Claims
+from sana_pipe.data.work.engine import Worker, make_units
+from sana_pipe.data.work.progress import Progress
+from sana_pipe.data.work.stop import Stop
 from tests.support.empty_units import Maker
 
 WAIT_S = 240
@@ -54,7 +54,7 @@ def encode_run(
     stale_s: float,
     options: list[str],
     log: Callable[[str], None],
-) -> stages.encode.EncodeRun:
+) -> sana_pipe.stages.encode.EncodeRun:
     """A run whose engine commits empty units."""
     config = load(None, [f"cache={cache_root}", *options])
     cache = Cache(config.cache, create=True)
@@ -64,17 +64,17 @@ def encode_run(
     worker = Worker(Claims(cache.files, stale_s), Stop(0), task, tasks)
 
     @contextmanager
-    def engine(run: Any) -> Iterator[stages.encode.Make]:
+    def engine(run: Any) -> Iterator[sana_pipe.stages.encode.Make]:
         def make(todo: Any, noun: str) -> Any:
             maker = Maker(cache, lambda unit, progress: log(f"made {unit.unit}"))
             records, left = make_units(maker, todo, worker, Progress(noun, 0))
-            return stages.encode.Made(records, left, {})
+            return sana_pipe.stages.encode.Made(records, left, {})
 
         yield make
 
-    stages.encode.ENGINES["empty"] = engine
+    sana_pipe.stages.encode.ENGINES["empty"] = engine
     table = buckets.table(config.data, latent.compression)
-    return stages.encode.EncodeRun(
+    return sana_pipe.stages.encode.EncodeRun(
         config,
         cache,
         text,
@@ -82,7 +82,7 @@ def encode_run(
         "empty",
         {source.name: source},
         source,
-        stages.encode.reading_of(config),
+        sana_pipe.stages.encode.reading_of(config),
         [latent, text],
         table,
     )
@@ -141,12 +141,12 @@ def main(
     if items:
         source: Source = large_cache.source(Path(cache).parent, config, items)
     else:
-        _, source, _ = stages.encode.opened(config, data, "photos", None)
+        _, source, _ = sana_pipe.stages.encode.opened(config, data, "photos", None)
     run = encode_run(cache, source, task, tasks, stale_s, options or [], note)
     note(f"began {resident('RssAnon')}")
     began = time.process_time()
     try:
-        done = stages.encode.encode_source(run, False)
+        done = sana_pipe.stages.encode.encode_source(run, False)
     except UserError as error:
         done = {"error": type(error).__name__, "text": str(error)}
     note(f"cpu {time.process_time() - began:.2f}")

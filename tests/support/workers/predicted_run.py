@@ -12,18 +12,18 @@ import sys
 import torch
 
 from benchmarks.real_step import made_up_batch
-from pipeline.base.launch import detect
-from pipeline.base.processes import run_and_exit
-from pipeline.tools.planning.trace import trace
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import numerics
-from pipeline.train.parallel.mesh import open_mesh
-from pipeline.train.parallel.parallelize import parallelize
-from pipeline.train.parallel.shards import local
-from pipeline.train.training import optimizers
-from pipeline.train.training.objectives.flow import Flow
-from pipeline.train.training.step import TrainStep
+from sana_pipe.base.launch import detect
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.tools.planning.trace import trace
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import numerics
+from sana_pipe.train.parallel.mesh import open_mesh
+from sana_pipe.train.parallel.parallelize import parallelize
+from sana_pipe.train.parallel.shards import local
+from sana_pipe.train.training import optimizers
+from sana_pipe.train.training.objectives.flow import Flow
+from sana_pipe.train.training.step import TrainStep
 from tests.support.narrow import ALONE, COMPUTE, NARROW, SHAPE
 
 

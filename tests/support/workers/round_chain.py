@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.launch import detect
-from pipeline.base.processes import run_and_exit
-from pipeline.config import Config
-from pipeline.train.parallel.mesh import reopening
-from pipeline.train.training.trainer import Loop
-from stages import train
+from sana_pipe.base.launch import detect
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import Config
+from sana_pipe.stages import train
+from sana_pipe.train.parallel.mesh import reopening
+from sana_pipe.train.training.trainer import Loop
 from tests.support.workers import tiny_run
 
 ROUNDS: dict[str, dict[str, Any]] = {

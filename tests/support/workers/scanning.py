@@ -6,17 +6,17 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.base.processes import run_and_exit
-from pipeline.data.cache.cache import Cache
-from pipeline.data.encoding import scan as scanning
-from pipeline.data.encoding import scan_rows
-from pipeline.data.encoding.fragments import Fragments
-from pipeline.data.sources.config import DataConfig
-from pipeline.data.sources.detect import open_source
-from pipeline.data.sources.source import Place, Source
-from pipeline.data.work.claims import Claims
-from pipeline.data.work.engine import Worker
-from pipeline.data.work.stop import Stop, Stopped
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.encoding import scan as scanning
+from sana_pipe.data.encoding import scan_rows
+from sana_pipe.data.encoding.fragments import Fragments
+from sana_pipe.data.sources.config import DataConfig
+from sana_pipe.data.sources.detect import open_source
+from sana_pipe.data.sources.source import Place, Source
+from sana_pipe.data.work.claims import Claims
+from sana_pipe.data.work.engine import Worker
+from sana_pipe.data.work.stop import Stop, Stopped
 
 RUN = 4
 

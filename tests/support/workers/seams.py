@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from pipeline.base.launch import Launch, detect
-from pipeline.base.processes import run_and_exit
-from pipeline.config import Config
-from pipeline.train.models.config import AdapterConfig, ControlNetConfig, SampleConfig
-from pipeline.train.parallel import mesh
-from pipeline.train.training.config import PicturesConfig, PreserveConfig
-from pipeline.train.training.task import Report
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.launch import Launch, detect
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import Config
+from sana_pipe.train.models.config import AdapterConfig, ControlNetConfig, SampleConfig
+from sana_pipe.train.parallel import mesh
+from sana_pipe.train.training.config import PicturesConfig, PreserveConfig
+from sana_pipe.train.training.task import Report
+from sana_pipe.train.training.trainer import fit
 from tests.support.low_rank import Aligned, LowRank
 from tests.support.workers import tiny_run
 

@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from pipeline.base.launch import detect
-from pipeline.base.processes import run_and_exit
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.launch import detect
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.train.training.trainer import fit
 from tests.support.workers import tiny_run
 
 

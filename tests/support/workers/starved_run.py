@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import AwayError, UserError
-from pipeline.base.launch import detect
-from pipeline.base.processes import run_and_exit
-from pipeline.data.loader.loader import Batch, LoaderState
-from pipeline.train.training import feeding
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.errors import AwayError, UserError
+from sana_pipe.base.launch import detect
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.loader.loader import Batch, LoaderState
+from sana_pipe.train.training import feeding
+from sana_pipe.train.training.trainer import fit
 from tests.support.workers import tiny_run
 
 FAILS_AT = 3

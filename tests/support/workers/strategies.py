@@ -20,13 +20,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from pipeline.base.launch import Launch
-from pipeline.base.processes import run_and_exit
-from pipeline.config import Config
-from pipeline.train.parallel import mesh
-from pipeline.train.parallel import parallelize as parallelizing
-from pipeline.train.parallel.parallelize import ParallelModel, parallelize
-from pipeline.train.training import loss_scale
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import Config
+from sana_pipe.train.parallel import mesh
+from sana_pipe.train.parallel import parallelize as parallelizing
+from sana_pipe.train.parallel.parallelize import ParallelModel, parallelize
+from sana_pipe.train.training import loss_scale
 from tests.support.workers import tiny_run
 
 CPU = torch.device("cpu")

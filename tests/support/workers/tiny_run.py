@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.config import Config, reads, written
-from pipeline.data.loader.loader import Batch, LoaderState
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.sana import SanaTransformer
-from pipeline.train.models.sana_config import SanaConfig, numerics
-from pipeline.train.parallel.mesh import Layout
-from pipeline.train.parallel.microbatch import Outputs
-from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.training import optimizers
-from pipeline.train.training.assemble import objective_of
-from pipeline.train.training.optimizers import in_backward
-from pipeline.train.training.step import TrainStep
-from pipeline.train.training.task import DrawnPrompts, TrainingTask, WrittenConfiguration
+from sana_pipe.config import Config, reads, written
+from sana_pipe.data.loader.loader import Batch, LoaderState
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.sana import SanaTransformer
+from sana_pipe.train.models.sana_config import SanaConfig, numerics
+from sana_pipe.train.parallel.mesh import Layout
+from sana_pipe.train.parallel.microbatch import Outputs
+from sana_pipe.train.parallel.parallelize import ParallelModel
+from sana_pipe.train.training import optimizers
+from sana_pipe.train.training.assemble import objective_of
+from sana_pipe.train.training.optimizers import in_backward
+from sana_pipe.train.training.step import TrainStep
+from sana_pipe.train.training.task import DrawnPrompts, TrainingTask, WrittenConfiguration
 from tests.support.constants import with_site
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from pipeline.base.errors import UserError
-from pipeline.base.launch import Launch, detect
-from pipeline.base.processes import run_and_exit
-from pipeline.config import Config
-from pipeline.data.loader.loader import Batch
-from pipeline.train.models import sana_layers
-from pipeline.train.parallel import collectives, data_parallel, mesh
-from pipeline.train.parallel.parallelize import ParallelModel, parallelize
-from pipeline.train.training import build, metrics
-from pipeline.train.training.task import Report
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.errors import UserError
+from sana_pipe.base.launch import Launch, detect
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import Config
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.train.models import sana_layers
+from sana_pipe.train.parallel import collectives, data_parallel, mesh
+from sana_pipe.train.parallel.parallelize import ParallelModel, parallelize
+from sana_pipe.train.training import build, metrics
+from sana_pipe.train.training.task import Report
+from sana_pipe.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.workers import tiny_run
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.launch import Launch
-from pipeline.base.processes import run_and_exit
-from pipeline.config import Config
-from pipeline.train.parallel import mesh
-from pipeline.train.training import checkpoint, metrics
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.launch import Launch
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import Config
+from sana_pipe.train.parallel import mesh
+from sana_pipe.train.training import checkpoint, metrics
+from sana_pipe.train.training.trainer import fit
 from tests.support.workers import strategies, tiny_run
 from tests.support.workers.pipelines import pp
 

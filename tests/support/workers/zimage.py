@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.launch import Launch, detect
-from pipeline.base.processes import run_and_exit
-from pipeline.config import Config
-from pipeline.train.models.config import ModelConfig
-from pipeline.train.parallel import mesh
-from pipeline.train.training.task import Report
-from pipeline.train.training.trainer import fit
+from sana_pipe.base.launch import Launch, detect
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.config import Config
+from sana_pipe.train.models.config import ModelConfig
+from sana_pipe.train.parallel import mesh
+from sana_pipe.train.training.task import Report
+from sana_pipe.train.training.trainer import fit
 from tests.support.workers import tiny_run
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -19,15 +19,15 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from pipeline.base.errors import ConfigError
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.spec import ModelSpec, Values
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.spec import ModelSpec, Values
 
 KINDS: dict[str, str] = {
-    "lora": "pipeline.train.models.adapters.lora:LoRA",
-    "dora": "pipeline.train.models.adapters.lora:DoRA",
-    "only": "pipeline.train.models.adapters.chosen:Chosen",
-    "controlnet": "pipeline.train.models.adapters.controlnet:ControlNet",
+    "lora": "sana_pipe.train.models.adapters.lora:LoRA",
+    "dora": "sana_pipe.train.models.adapters.lora:DoRA",
+    "only": "sana_pipe.train.models.adapters.chosen:Chosen",
+    "controlnet": "sana_pipe.train.models.adapters.controlnet:ControlNet",
 }
 """`kind` -> module:class."""
 

@@ -9,9 +9,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.adapters import Adapter, Merged, files, matching
-from pipeline.train.models.spec import ModelSpec, Values
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.adapters import Adapter, Merged, files, matching
+from sana_pipe.train.models.spec import ModelSpec, Values
 
 
 class Chosen(Adapter):

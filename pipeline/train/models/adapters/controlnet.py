@@ -14,11 +14,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from pipeline.base import hub
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.adapters import Adapter, Merged
-from pipeline.train.models.spec import ModelSpec, Values
+from sana_pipe.base import hub
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.adapters import Adapter, Merged
+from sana_pipe.train.models.spec import ModelSpec, Values
 
 PREFIX = "controlnet."
 """The prefix of its parameters' names."""

@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from pipeline.base.errors import ConfigError
-from pipeline.base.hub import listed
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.base.hub import listed
 
 if TYPE_CHECKING:
-    from pipeline.train.models.adapters import Merged
-    from pipeline.train.models.spec import ModelSpec
+    from sana_pipe.train.models.adapters import Merged
+    from sana_pipe.train.models.spec import ModelSpec
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 COMFYUI_STEM = "comfyui_lora"

@@ -19,13 +19,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.base.hub import listed, open_tensors, read_json
-from pipeline.train.config import TrainConfig
-from pipeline.train.models.adapters import Adapter, Merged, files, matching
-from pipeline.train.models.adapters.low_rank import add_low_rank, updated
-from pipeline.train.models.config import AdapterConfig
-from pipeline.train.models.spec import ModelSpec, Values, generator_of
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.base.hub import listed, open_tensors, read_json
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.adapters import Adapter, Merged, files, matching
+from sana_pipe.train.models.adapters.low_rank import add_low_rank, updated
+from sana_pipe.train.models.config import AdapterConfig
+from sana_pipe.train.models.spec import ModelSpec, Values, generator_of
 
 PARTS: Mapping[str, str] = {
     "lora_A.weight": "lora_A",

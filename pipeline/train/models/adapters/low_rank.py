@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.base.layer_classes import LayerMixin, add_mixin, mixins_of
-from pipeline.train.kernels.joined_linear import joined_linear
-from pipeline.train.kernels.sample_dropout import Columns, Rows, columns_of, sample_dropout
+from sana_pipe.base.layer_classes import LayerMixin, add_mixin, mixins_of
+from sana_pipe.train.kernels.joined_linear import joined_linear
+from sana_pipe.train.kernels.sample_dropout import Columns, Rows, columns_of, sample_dropout
 
 
 class LowRank(LayerMixin):

@@ -15,9 +15,9 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from pipeline.data.loader.loader import Batch
-from pipeline.train.models.spec import ModelSpec
-from pipeline.train.parallel.microbatch import Microbatch, Outputs
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.parallel.microbatch import Microbatch, Outputs
 
 ToDevice = Callable[[Tensor], Tensor]
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import torch
 
-from pipeline.data.loader.loader import Batch
-from pipeline.train.models.config import FlowConfig
-from pipeline.train.parallel.microbatch import Microbatch
-from pipeline.train.training.config import MaskConfig
-from pipeline.train.training.objectives import ToDevice, visit_chosen
-from pipeline.train.training.objectives.flow import Flow
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.train.models.config import FlowConfig
+from sana_pipe.train.parallel.microbatch import Microbatch
+from sana_pipe.train.training.config import MaskConfig
+from sana_pipe.train.training.objectives import ToDevice, visit_chosen
+from sana_pipe.train.training.objectives.flow import Flow
 
 
 class Controlled(Flow):

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pipeline.data.loader.loader import Batch, unpack
-from pipeline.train.models.config import FlowConfig
-from pipeline.train.models.flow_matching import FlowMatching
-from pipeline.train.parallel.microbatch import Microbatch, Outputs
-from pipeline.train.training.config import MaskConfig
-from pipeline.train.training.objectives import Objective, ToDevice
+from sana_pipe.data.loader.loader import Batch, unpack
+from sana_pipe.train.models.config import FlowConfig
+from sana_pipe.train.models.flow_matching import FlowMatching
+from sana_pipe.train.parallel.microbatch import Microbatch, Outputs
+from sana_pipe.train.training.config import MaskConfig
+from sana_pipe.train.training.objectives import Objective, ToDevice
 
 _WEIGHTS = "weights"
 

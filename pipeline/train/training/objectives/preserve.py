@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.data.loader.loader import Batch
-from pipeline.train.models.config import FlowConfig
-from pipeline.train.parallel.microbatch import REFERENCE, Microbatch, Outputs
-from pipeline.train.training.config import MaskConfig, PreserveConfig
-from pipeline.train.training.objectives import ToDevice, visit_chosen, visit_hashes
-from pipeline.train.training.objectives.flow import Flow
+from sana_pipe.data.loader.loader import Batch
+from sana_pipe.train.models.config import FlowConfig
+from sana_pipe.train.parallel.microbatch import REFERENCE, Microbatch, Outputs
+from sana_pipe.train.training.config import MaskConfig, PreserveConfig
+from sana_pipe.train.training.objectives import ToDevice, visit_chosen, visit_hashes
+from sana_pipe.train.training.objectives.flow import Flow
 
 _PRESERVED, _ROWS = "preserved", "rows"
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.base.errors import ConfigError, UserError
-from pipeline.train.config import TrainConfig
-from pipeline.train.training.config import OptimConfig
-from pipeline.train.training.optimizer_records import OPTIMIZERS
+from sana_pipe.base.errors import ConfigError, UserError
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.training.config import OptimConfig
+from sana_pipe.train.training.optimizer_records import OPTIMIZERS
 
 WSD_PART = 10
 """The rate of `schedule: wsd` falls over the last tenth of the steps."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from pipeline.train.training.config import OptimConfig
-from pipeline.train.training.optimizers import stochastic_rounding
+from sana_pipe.train.training.config import OptimConfig
+from sana_pipe.train.training.optimizers import stochastic_rounding
 
 
 def build(

@@ -21,9 +21,9 @@ from torchao.optim.adam import single_param_adam
 from torchao.optim.quant_utils import quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from pipeline.train.parallel.shards import local
-from pipeline.train.training.config import OptimConfig
-from pipeline.train.training.optimizers.stochastic_rounding import RoundingAdamW, scaled, to_bf16
+from sana_pipe.train.parallel.shards import local
+from sana_pipe.train.training.config import OptimConfig
+from sana_pipe.train.training.optimizers.stochastic_rounding import RoundingAdamW, scaled, to_bf16
 
 BLOCK = 256
 _SMALLEST = 4096

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from pipeline.train.parallel.shards import local, sharding_groups
-from pipeline.train.training.config import OptimConfig
-from pipeline.train.training.optimizers.stochastic_rounding import Noise, placement_of, scaled, spread, to_bf16
+from sana_pipe.train.parallel.shards import local, sharding_groups
+from sana_pipe.train.training.config import OptimConfig
+from sana_pipe.train.training.optimizers.stochastic_rounding import Noise, placement_of, scaled, spread, to_bf16
 
 BETAS = (0.9, 0.999, 0.9999)
 EPS = (1e-30, 1e-16)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipeline.base.errors import ConfigError
-from pipeline.train.config import TrainConfig
-from pipeline.train.parallel.parallelize import ParallelModel
+from sana_pipe.base.errors import ConfigError
+from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.parallel.parallelize import ParallelModel
 
 
 def check(train: TrainConfig, batch: int, shares: int) -> None:

@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pipeline.train.parallel.shards import local
+from sana_pipe.train.parallel.shards import local
 
 
 def to_bf16(value: Tensor, generator: torch.Generator | None = None) -> Tensor:

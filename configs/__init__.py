@@ -1,0 +1,1 @@
+"""The shipped configurations and launch scripts, as files of a package."""

@@ -1,0 +1,53 @@
+"""What is installed: one package, sana_pipe, with every file of pipeline/, stages/ and configs/."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.package_links import FOLDERS, link
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def files(folder: Path) -> set[str]:
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
+
+
+def test_a_build_has_one_package_with_every_file(tmp_path: Path) -> None:
+    """setuptools builds what a wheel would hold. A new room must be listed in pyproject.toml."""
+    for name in ("pipeline", *FOLDERS, "pyproject.toml", "README.md", "LICENSE"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    code = "import setuptools; setuptools.setup()"
+    command = [sys.executable, "-c", code, "-q", "build", "--build-base", "built"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    library = tmp_path / "built" / "lib"
+    assert [path.name for path in library.iterdir()] == ["sana_pipe"]
+    wanted = files(ROOT / "pipeline").union(*({f"{name}/{file}" for file in files(ROOT / name)} for name in FOLDERS))
+    assert files(library / "sana_pipe") == wanted
+
+
+def test_the_links_are_the_package_as_it_is_installed(tmp_path: Path) -> None:
+    """Also when they are made again, without a folder that has gone."""
+    for name in ("pipeline/data", "pipeline/old", *FOLDERS):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "__init__.py").write_text(f"name = {name!r}")
+    (tmp_path / "pipeline/__init__.py").write_text("")
+    link(tmp_path)
+    shutil.rmtree(tmp_path / "pipeline/old")
+    package = link(tmp_path) / "sana_pipe"
+    assert {path.name for path in package.iterdir()} == {"__init__.py", "data", *FOLDERS}
+    code = "import sana_pipe.data, sana_pipe.stages; print(sana_pipe.data.name, sana_pipe.stages.name)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env={"PYTHONPATH": str(package.parent)}, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["pipeline/data", "stages"]
