@@ -602,6 +602,49 @@ def name(config: Config, snapshot: str, label: str, move: bool) -> Any:
     return stage.name(config, snapshot, label, move)
 
 
+@cli.command(
+    examples=[
+        "sana-pipe push s3://bucket/round1 --snapshot round1 --license cc-by-4.0",
+        "sana-pipe push ./round1 --license 'all rights reserved'",
+    ]
+)
+@_configured
+@click.argument("target", metavar="DIR|URL")
+@click.option("--license", required=True, metavar="TEXT", help="Of pictures and captions; it stands in the data card.")
+@click.option("--snapshot", metavar="NAME|ID", help="Default: the newest of the cache.")
+@_json
+def push(config: Config, target: str, license: str, snapshot: str | None, as_json: bool) -> Any:
+    """Copy a snapshot with its shards and a data card to a folder or an object store, from which `pull` fetches it.
+
+    What was held out of it goes with it; pictures do not. What is there already is not sent again.
+    """
+    from sana_pipe.stages import push as stage
+
+    return stage.run(config, target, license, snapshot, as_json)
+
+
+@cli.command(
+    examples=[
+        "sana-pipe pull s3://bucket/round1",
+        "sana-pipe pull /nfs/art/cache --snapshot round2 --name art-round2",
+    ]
+)
+@_configured
+@click.argument("origin", metavar="DIR|URL")
+@click.option("--snapshot", metavar="NAME|ID", help="Default: the newest there.")
+@click.option("--name", metavar="NAME", help="Name of the snapshot here. Default: that which it has there.")
+@click.option("--move", is_flag=True, help="Move the name from another snapshot to this one.")
+@_json
+def pull(config: Config, origin: str, snapshot: str | None, name: str | None, move: bool, as_json: bool) -> Any:
+    """Copy a snapshot with its shards from another cache into this one, and train on it as if it had been made here.
+
+    What was held out of it comes with it. What is here already is not fetched again.
+    """
+    from sana_pipe.stages import pull as stage
+
+    return stage.run(config, origin, snapshot, name, move, as_json)
+
+
 @cli.command(examples=["sana-pipe forget --source photos", "sana-pipe forget --snapshot round1"])
 @_configured
 @click.option("--source", metavar="NAME", help="A source that `bucket` shall not use any more. Its records stay.")

@@ -189,6 +189,8 @@ def test_help_names_every_command_but_the_hidden_one(capsys: pytest.CaptureFixtu
         "init",
         "inspect",
         "plan",
+        "pull",
+        "push",
         "report",
         "run",
         "sample",
@@ -688,6 +690,8 @@ def test_the_table_names_the_codes_that_a_command_can_give() -> None:
         "report",
         "view",
         "forget",
+        "push",
+        "pull",
         "check",
     ):
         reached, todo = set[str](), [f"sana_pipe.stages.{stage}" for stage in STAGES.get(name, (name,))]

@@ -364,6 +364,8 @@ _CACHE = (
     "verify",
     "gc",
     "forget",
+    "push",
+    "pull",
     "inspect",
     "report",
     "view",

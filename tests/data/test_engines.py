@@ -474,8 +474,8 @@ def test_launch_recipes_are_no_configurations_but_are_shipped() -> None:
     recipes = sorted((ROOT / "configs" / "launch").iterdir())
     assert len(recipes) >= 4
     assert not set(recipes) & set(shipped())
-    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["configs"]
-    assert "launch/*" in package
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert "launch/*" in data["sana_pipe.configs"]
     for recipe in recipes:
         subprocess.run(["bash", "-n", str(recipe)], check=True)
         text = recipe.read_text()
@@ -773,8 +773,7 @@ def test_ray_tasks_are_handed_out_a_few_ahead_and_counted(
     assert (bar.done, bar.rejected, bar.total, bar.meter.tokens) == (24, 8, 16, sum(range(8)))
     names = [call if isinstance(call, str) else call[0] for call in ray.calls]
     assert [name for name in names if name != "wait"] == ["init", "put", "options", "options", "shutdown"]
-    variables = {"PYTHONPATH": f"{ROOT}:${{PYTHONPATH}}"}
-    options = {"runtime_env": {"env_vars": variables}, "logging_level": "WARNING", "log_to_driver": True}
+    options = {"logging_level": "WARNING", "log_to_driver": True}
     assert ray.calls[0] == ("init", options)
     order = ray.calls[1][1]
     assert (order.key, order.folder, order.version) == ("key", str(Path.cwd()), __version__)

@@ -20,11 +20,14 @@ from uuid import uuid4
 import numpy as np
 import pyarrow as pa
 import pytest
+import yaml
 from fsspec.implementations.memory import MemoryFileSystem
 
 import sana_pipe.stages.bucket
 import sana_pipe.stages.encode
 import sana_pipe.stages.gc
+import sana_pipe.stages.pull
+import sana_pipe.stages.push
 import sana_pipe.stages.status
 import sana_pipe.stages.verify
 from benchmarks import s3_listing, scale_model
@@ -33,6 +36,7 @@ from sana_pipe.base.errors import AwayError, CacheError, IntegrityError, NoSpace
 from sana_pipe.config import Config, dump
 from sana_pipe.data.cache import connections, copies, layout, scratch
 from sana_pipe.data.cache import mirror as mirrors
+from sana_pipe.data.cache.audit import verify
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.config import MirrorConfig
 from sana_pipe.data.cache.files import Files
@@ -41,6 +45,7 @@ from sana_pipe.data.cache.object_store import ObjectStore
 from sana_pipe.data.cache.shard import ShardWriter
 from sana_pipe.data.cache.snapshot import Snapshot
 from sana_pipe.data.loader.loader import Loader, LoaderSettings
+from sana_pipe.data.snapshots import data_card
 from sana_pipe.data.work import engine
 from sana_pipe.tools.locations import cache_location
 from tests.support import tiny_cache
@@ -674,3 +679,24 @@ def test_requests_of_a_unit(s3_bucket: str) -> None:
     once |= {("PUT", folder) for folder in ("shards", "tables", "units", "copies")}
     assert {kind for kind, number in each.items() if number} == once and set(each.values()) <= {0, 1}
     assert sum(number for (_, folder), number in each.items() if folder != "claims") == scale_model.UNIT_REQUESTS
+
+
+def test_a_snapshot_travels_there_and_back_by_the_commands(
+    tmp_path: Path, place: str, objects: Files, make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A snapshot is pushed twice and pulled; its card says how."""
+    cache, mirror = tiny_cache.build(tmp_path / "made"), f"mirror.path={tmp_path / 'mirror'}"
+    cache.point("round1", cache.snapshot_id())
+    config = make_config(tmp_path, f"cache={cache.root}", mirror)
+    for _ in range(2):
+        assert sana_pipe.stages.push.run(config, place, "cc-by-4.0") == 0
+    assert f"sana-pipe pull {place} --snapshot round1" in capsys.readouterr().out
+    front, text = objects.read(data_card.NAME).decode().split("---\n", 2)[1:]
+    assert yaml.safe_load(front)["license"] == "cc-by-4.0"
+    assert cache.snapshot_id() in text and f"sana-pipe pull {place} --snapshot round1" in text
+    back = make_config(tmp_path, f"cache={tmp_path / 'back'}", mirror)
+    assert sana_pipe.stages.pull.run(back, place, name="theirs") == 0
+    made = Cache(tmp_path / "back")
+    assert list(verify(made)) == [] and made.snapshot_id("theirs") == cache.snapshot_id()
+    shards = cache.open_snapshot().shard_files()
+    assert all(made.files.read(name) == cache.files.read(name) for name in shards)

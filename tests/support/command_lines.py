@@ -13,8 +13,8 @@ import pytest
 from sana_pipe.cli import main
 
 STAGES = (
-    *("bucket", "check", "demo", "encode", "export", "forget", "gc", "pack", "sample", "snapshots", "status"),
-    *("init", "inspect", "plan", "report", "run", "train", "verify", "view"),
+    *("bucket", "check", "demo", "encode", "export", "forget", "gc", "pack", "pull", "push", "sample", "snapshots"),
+    *("status", "init", "inspect", "plan", "report", "run", "train", "verify", "view"),
 )
 
 

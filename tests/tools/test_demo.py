@@ -29,8 +29,8 @@ class Commands:
         self.lines: list[list[str]] = []
 
     def __call__(self, arguments: list[str], cwd: Path, check: bool) -> subprocess.CompletedProcess[str]:
-        assert arguments[4] == "--quiet", "no line names a next command"
-        line = arguments[5:]
+        assert arguments[3] == "--quiet", "no line names a next command"
+        line = arguments[4:]
         self.lines.append(line)
         code = self.code if line[0] == self.failing else 0
         if line[0] == "train" and not code:

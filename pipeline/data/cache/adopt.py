@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 
 import pyarrow as pa
@@ -22,12 +23,15 @@ from sana_pipe.data.cache.files import Files
 from sana_pipe.data.cache.layout import Paths
 
 
-def adopt(cache: Cache, other: Cache, encoding: str, shards: set[str]) -> None:
+def adopt(
+    cache: Cache, other: Cache, encoding: str, shards: set[str], on_shard: Callable[[int], None] = lambda size: None
+) -> None:
     """Take over the records of some shards of another cache.
 
     Args:
         encoding: name of their encoding.
         shards: names of shards that are committed in the other cache and not in this cache.
+        on_shard: called with the bytes of each shard that is here now.
 
     Raises:
         IntegrityError: a file of the other cache is missing or damaged.
@@ -41,6 +45,7 @@ def adopt(cache: Cache, other: Cache, encoding: str, shards: set[str]) -> None:
         assert commit.table is not None
         bring(cache.files, other.files, Paths.shard(encoding, commit.shard), commit.shard)
         bring(cache.files, other.files, Paths.table(commit.table, "arrow"), commit.table)
+        on_shard(commit.bytes)
     plan_of = _add_plans(cache, other, encoding, adopted)
     for unit, (_, _, commit) in adopted.items():
         index.publish_commit(cache.files, encoding, plan_of[unit].number, commit)
@@ -81,13 +86,22 @@ def _add_plans(cache: Cache, other: Cache, encoding: str, adopted: Adopted) -> d
         cache.add_plan(encoding, len(cache.files.numbers(Paths.plans(encoding))), units, pa.concat_tables(rows))
 
 
+def _is_here(files: Files, other: Files, name: str) -> bool:
+    """Return whether a file need not be brought; it is refreshed. A store takes an object whole or not at all, so of
+    objects the size is compared; a file on a disk is read."""
+    if files.on_disk:
+        return files.refresh_intact(name)
+    here, there = files.store.stat(name), other.store.stat(name)
+    return here is not None and there is not None and here.size == there.size and files.refresh(name)
+
+
 def bring(files: Files, other: Files, name: str, digest: str) -> None:
     """Link or copy a content-addressed file of another cache, checked. A damaged file of this cache is replaced.
 
     Raises:
         IntegrityError: it is missing there, or its bytes are not those of its name.
     """
-    if files.refresh_intact(name):
+    if _is_here(files, other, name):
         return
     with files.temporary() as path:
         linked = False
