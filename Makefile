@@ -34,7 +34,7 @@ USER_STAMP := $(VENV)/.installed-for-users
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST := $(BIN)/python -m pytest
 
-TARGETS := install browser demo collect test test-durations slow dist fault long fault-long nightly lowest newest versions mutants gpu cuda lint types format bench check clean
+TARGETS := install browser demo collect test test-durations slow dist fault long fault-long nightly lowest newest versions mutants gpu cuda lint types format image bench check clean
 .PHONY: help $(TARGETS)
 
 help:
@@ -140,6 +140,11 @@ format: $(STAMP)
 types: $(STAMP)
 	$(BIN)/python -m tests.support.package_links
 	$(BIN)/mypy
+
+# A container image; needs docker.
+image: $(USER_STAMP)
+	$(PIP) wheel --quiet --no-deps -w dist .
+	docker build -t sana-pipe .
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.support.package_links import FOLDERS, link
 
@@ -51,3 +55,40 @@ def test_the_links_are_the_package_as_it_is_installed(tmp_path: Path) -> None:
         command, env={"PYTHONPATH": str(package.parent)}, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["pipeline/data", "stages"]
+
+
+def test_the_image_copies_what_there_is(tmp_path: Path) -> None:
+    steps = instructions()
+    assert [word for word, _ in steps].count("FROM") == 1 and re.fullmatch(r"nvidia/cuda:\d\S+", dict(steps)["FROM"])
+    *sources, _ = dict(steps)["COPY"].split()
+    assert [name for name in sources if name != "dist/*.whl" and not (ROOT / name).exists()] == []
+    assert re.search(r"^image:.*\n.*wheel .*-w dist", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.nightly
+def test_the_steps_of_the_image_install_the_command(tmp_path: Path) -> None:
+    """Every RUN but that of the operating system, with its folders below `tmp_path`, and then the entry point."""
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), str(ROOT)]
+    subprocess.run(wheel, check=True)
+    shutil.copy(ROOT / "constraints.txt", tmp_path)
+    steps = instructions()
+    for word, text in steps:
+        if word == "RUN" and "apt-get" not in text:
+            line = (
+                text.replace("python3 ", f"{sys.executable} ")
+                .replace("/opt/", f"{tmp_path}/")
+                .replace("/tmp/", f"{tmp_path}/")
+            )
+            subprocess.run(["bash", "-c", line], check=True)
+    [entry] = json.loads(dict(steps)["ENTRYPOINT"])
+    folder = dict(steps)["ENV"].removeprefix("PATH=/opt").partition(":")[0]
+    done = subprocess.run(
+        [f"{tmp_path}{folder}/{entry}", "config"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "train.optim.lr" in done.stdout or "lr:" in done.stdout
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The instructions of the Dockerfile, in order."""
+    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    return [(line.split()[0], line.partition(" ")[2]) for line in lines if line and not line.startswith("#")]

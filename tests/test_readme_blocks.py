@@ -3,6 +3,7 @@ with stand-ins for SLURM's commands that start two processes."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -117,6 +118,24 @@ def test_a_cluster_as_written(place: Path) -> None:
     [block] = blocks("A cluster")
     walk(place, block)
     assert (place / "export" / "model_index.json").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_the_notebook_as_written(place: Path) -> None:
+    """Its cells in order: shell lines as those of the README, then all Python so far. Only pip is left out."""
+    cells = json.loads((ROOT / "docs/notebook.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert [source.split()[0] for source in sources[:2]] == ["%env", "!pip"]
+    python = ""
+    shutil.rmtree(place / "pictures")
+    for source in sources[2:]:
+        if source.startswith("!"):
+            walk(place, source.removeprefix("!").replace("train.steps=300", "train.steps=4"))
+        else:
+            python += f"{source}\n"
+            subprocess.run([sys.executable, "-c", python], cwd=place, check=True)
+    assert (place / "runs/lora/export/pytorch_lora_weights.safetensors").exists()
 
 
 if __name__ == "__main__":  # the words of an `init` that has just run here
