@@ -33,6 +33,7 @@ from sana_pipe.data.encoders.text import count_rows
 from sana_pipe.data.encoding import (
     estimate,
     image_batch,
+    imported_latents,
     refusals,
     scan_rows,
     source_plan,
@@ -52,7 +53,6 @@ from sana_pipe.data.encoding.source_plan import SourcePlan, WorkLists
 from sana_pipe.data.encoding.unit_encoder import UnitEncoder
 from sana_pipe.data.images import buckets
 from sana_pipe.data.signals import PictureSignal
-from sana_pipe.data.signals.latent import compression
 from sana_pipe.data.signals.text import TextEncoding
 from sana_pipe.data.sources.reject_kinds import Kinds
 from sana_pipe.data.sources.source import Source
@@ -342,7 +342,8 @@ def _run(
     asked: tuple[str, Lines] | None,
 ) -> dict[str, Any]:
     encodings = signals.encodings(signals.Encoders(config.vae, config.text), config.data, config.encode)
-    table = buckets.table(config.data, compression(encodings))
+    surveying.check_latents(source, encodings)
+    table = surveying.bucket_table(config.data, encodings)
     cache = cache_location(config).open(create=True)
     copies.repair_all(cache.files)
     encodings = surveying.with_stored_decoder(cache, encodings, config.data.decoder)
@@ -404,7 +405,7 @@ def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None 
 
 def _planned(run: EncodeRun, rehash: bool, fragments: Fragments) -> tuple[SourcePlan, WorkLists]:
     """Scan and plan, in one process of those that share the work."""
-    stop, look, inputs = run.worker.stop, scan_rows.from_bytes, run.inputs
+    stop, look, inputs = run.worker.stop, scan_rows.looks(run.encodings)[1], run.inputs
     settings = surveying.ScanSettings(run.config.data, run.config.encode.workers, run.table, rehash)
     works: list[WorkLists] = []
 
@@ -412,8 +413,11 @@ def _planned(run: EncodeRun, rehash: bool, fragments: Fragments) -> tuple[Source
         with stop.polite():
             table = scan.table()
         bar.end()
-        works.append(WorkLists(inputs, table))
-        return vars(source_plan.publish_scan(inputs, table, works[0]))
+        sized, device = inputs.with_sizes(table), partial(unit_encoder.device, run.config.encode.device)
+        if run.source.holds_latents and imported_latents.are_new(sized, table):
+            click.echo(imported_latents.judged(sized, table, run.config.vae, device))
+        works.append(WorkLists(sized, table))
+        return vars(source_plan.publish_scan(sized, table, works[0]))
 
     def help(scan: scanning.Scan) -> None:
         with stop.polite():

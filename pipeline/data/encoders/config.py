@@ -51,6 +51,10 @@ class VaeConfig(Weights):
     shift factor; `mit-han-lab/dc-ae-lite-f32c32-sana-1.1-diffusers` is a faster one for Sana. Not part of the
     encoding."""
 
+    imported: Annotated[float, Field(gt=0)] | None = None
+    """Take latents that others have computed with this VAE (`encode --format latents`): the number that they were
+    multiplied by, 1 if by none; null: encode pictures. Part of the encoding."""
+
     @property
     def other_decoder(self) -> Weights | None:
         """The weights that `decoder` names."""

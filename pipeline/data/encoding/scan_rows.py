@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, repeat
 from typing import Any, TypeVar
 
@@ -16,9 +17,12 @@ import pyarrow.compute as pc
 from sana_pipe.base.errors import escaped
 from sana_pipe.data.cache import layout, scan_table
 from sana_pipe.data.cache.arrow import ROWS, batches
+from sana_pipe.data.cache.encodings import Encoding
 from sana_pipe.data.cache.scan_table import SCAN
+from sana_pipe.data.encoders import imported
 from sana_pipe.data.encoding.last_scan import UNREADABLE, LastScan, RowsByItem, is_limited, unchanged_row
 from sana_pipe.data.images import decoding
+from sana_pipe.data.signals.latent import are_imported, compression
 from sana_pipe.data.sources.filesystem import Unreadable
 from sana_pipe.data.sources.reject_kinds import Kinds
 from sana_pipe.data.sources.source import Fragment, Item, Place, Reject, Source, Stats
@@ -49,6 +53,28 @@ def from_bytes(source: Source, place: Place, max_pixels: int) -> dict[str, Any]:
     except OSError as error:
         return {"reject": f"unreadable: {error}"}
     return {"size": len(data), "digest": layout.digest(data), **_size(data, max_pixels)}
+
+
+def from_latent(source: Source, place: Place, max_pixels: int, *, compression: int) -> dict[str, Any]:
+    """Digest of a latent's member, and size of its picture. compression: pixels of a side per latent side."""
+    try:
+        data = source.read(place)
+    except OSError as error:
+        return {"reject": f"unreadable: {error}"}
+    columns: dict[str, Any] = {"size": len(data), "digest": layout.digest(data)}
+    try:
+        width, height = imported.size(data, compression)
+    except imported.LatentReject as reject:
+        return {**columns, "reject": str(reject)}
+    return {**columns, "width": width, "height": height}
+
+
+def looks(encodings: Sequence[Encoding]) -> tuple[Look, Look]:
+    """The ways to look at items: by their first bytes if these are enough, and whole."""
+    if are_imported(encodings):
+        look = partial(from_latent, compression=compression(encodings))
+        return look, look
+    return from_header, from_bytes
 
 
 def from_header(source: Source, place: Place, max_pixels: int) -> dict[str, Any]:

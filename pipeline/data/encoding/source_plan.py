@@ -7,7 +7,7 @@ other processes. `WorkLists` lists the records of a scan by encoding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -36,7 +36,7 @@ class Inputs:
 
     Attributes:
         encodings: of the records, as of `signals.encodings`.
-        shapes: the target resolutions (height, width) of the buckets.
+        shapes: the target resolutions (height, width) of the buckets; empty until the scan gives them (`with_sizes`).
         fitting: gives the limit on a batch of pictures on this machine; see `planning.plan_images`.
     """
 
@@ -46,6 +46,10 @@ class Inputs:
     encodings: list[Encoding]
     shapes: list[buckets.Shape]
     fitting: Callable[[PictureSignal], Fitting | None]
+
+    def with_sizes(self, scan: pa.Table) -> Inputs:
+        """The same with the shapes that occur in a scan, where the configuration gives none."""
+        return self if self.shapes else replace(self, shapes=surveying.sizes_of(scan))
 
     @property
     def text(self) -> CaptionEncoding:
@@ -154,6 +158,8 @@ def decisive(inputs: Inputs) -> bytes:
 def opened(inputs: Inputs, planned: SourcePlan) -> WorkLists:
     """Open what another process has planned."""
     inputs.source.ignored = Kinds(**planned.ignored)
+    if not inputs.shapes:
+        inputs = inputs.with_sizes(inputs.cache.table(planned.table, ["height", "width", "reject"]))
     work = WorkLists(inputs, planned.table)
     for encoding, count in planned.plans.items():
         work.plans[encoding] = [inputs.cache.plan(encoding, number) for number in range(count)]

@@ -28,7 +28,7 @@ from sana_pipe.data.encoding.fragments import Fragments
 from sana_pipe.data.encoding.reading import Reading, settled
 from sana_pipe.data.encoding.regularisation import without_trigger
 from sana_pipe.data.images import buckets, decoding
-from sana_pipe.data.signals.latent import compression
+from sana_pipe.data.signals.latent import are_imported, compression
 from sana_pipe.data.sources.config import DataConfig
 from sana_pipe.data.sources.detect import open_source
 from sana_pipe.data.sources.source import Source
@@ -70,11 +70,12 @@ def survey(
     Raises:
         UserError: the source cannot be read.
     """
-    table = buckets.table(reading.data, compression(encodings))
+    check_latents(source, encodings)
+    table = bucket_table(reading.data, encodings)
     settings = ScanSettings(reading.data, reading.encode.workers, table, rehash)
     if cache is not None:
         encodings = with_stored_decoder(cache, encodings, reading.data.decoder)
-    for look in (scan_rows.from_header, scan_rows.from_bytes):
+    for look in scan_rows.looks(encodings):
         with scanning_of(source, cache, settings, look) as (scanned, _):
             scan = scanned.table()
         try:
@@ -84,6 +85,7 @@ def survey(
         except UserError:
             if not scan_rows.unread(scan):
                 raise  # else the missing pictures may be here under other names, which their bytes tell
+    table = table or sizes_of(scan)
     work = estimate.wanted(scan, cache, encodings, table)
     return Survey(source, cache, encodings, table, scan, work)
 
@@ -126,7 +128,7 @@ class ScanSettings:
     Attributes:
         data: the section with the rules for pictures that are left out.
         workers: threads that read pictures (`encode.workers`).
-        table: the target resolutions (height, width) of the buckets.
+        table: the target resolutions (height, width) of the buckets; empty: the sizes that occur.
         rehash: whether every file is read again, whatever its size and mtime.
     """
 
@@ -137,7 +139,37 @@ class ScanSettings:
 
     def refusal(self, height: int, width: int) -> str | None:
         """Say why a picture of this size is left out; None: it is not."""
-        return buckets.refusal(height, width, buckets.nearest(self.table, height, width), self.data)
+        bucket = buckets.nearest(self.table, height, width) if self.table else (height, width)
+        return buckets.refusal(height, width, bucket, self.data)
+
+
+def check_latents(source: Source, encodings: Sequence[Encoding]) -> None:
+    """Raise UserError if a source of latents is to be encoded as pictures, or the other way round."""
+    if source.holds_latents and not are_imported(encodings):
+        raise UserError(
+            f"source {source.name!r} holds latents, and the configuration does not say how they are scaled",
+            fix="--set vae.imported=S, the number that they were multiplied by (for Sana's VAE 0.41407, or 1)",
+        )
+    if are_imported(encodings) and not source.holds_latents:
+        raise UserError(
+            f"vae.imported is for latents of others, and source {source.name!r} holds pictures",
+            fix="--format latents for tars of latents; --set vae.imported=null for pictures",
+        )
+
+
+def bucket_table(data: DataConfig, encodings: Sequence[Encoding]) -> list[buckets.Shape]:
+    """The target resolutions (height, width) of the buckets; empty for latents of others, of which the scan gives the
+    sizes (`sizes_of`). Raises ConfigError as `buckets.table`."""
+    return [] if are_imported(encodings) else buckets.table(data, compression(encodings))
+
+
+def sizes_of(scan: pa.Table) -> list[buckets.Shape]:
+    """The sizes (height, width) of the usable items of a scan, sorted."""
+    sizes = set[buckets.Shape]()
+    for batch in batches(scan.select(["height", "width", "reject"])):
+        usable = batch.filter(pc.is_null(batch.column("reject")))
+        sizes.update(zip(usable.column("height").to_pylist(), usable.column("width").to_pylist(), strict=True))
+    return sorted(sizes)
 
 
 @contextmanager
@@ -214,7 +246,7 @@ def with_stored_decoder(cache: Cache, encodings: Sequence[Encoding], decoder: st
         UserError: that decoder is not installed here; the user must ask for encoding everything again.
     """
     lead = pictures_of(encodings)[0]
-    if decoder == "auto":
+    if decoder == "auto" and not are_imported(encodings):
         stored = [encoding for encoding in cache.encodings(lead.kind) if isinstance(encoding, type(lead))]
         decoders = [encoding.decoder for encoding in stored if replace(encoding, decoder=lead.decoder) == lead]
         if decoders and lead.decoder not in decoders:

@@ -149,14 +149,24 @@ def nearest(buckets: Sequence[Shape], height: int, width: int) -> Shape:
 
 
 def nearest_all(buckets: Sequence[Shape], heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """`nearest` of many pictures: (n,) int64 indexes into `buckets`."""
+    """`nearest` of many pictures: (n,) int64 indexes into `buckets`. A picture of a bucket's size gets that bucket."""
     keys = np.array([ratio_key(bucket) for bucket in buckets])
-    indexes = np.empty(len(heights), np.int64)
-    for start in range(0, len(heights), _PICTURES):
-        part = slice(start, start + _PICTURES)
+    indexes = _of_equal_size(buckets, heights, widths)
+    others = np.flatnonzero(indexes < 0)
+    for start in range(0, len(others), _PICTURES):
+        part = others[start : start + _PICTURES]
         ratio = heights[part].astype(np.float64) / widths[part]
         indexes[part] = np.abs(keys[None, :] - ratio[:, None]).argmin(axis=1)
     return indexes
+
+
+def _of_equal_size(buckets: Sequence[Shape], heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """The bucket with the very sides of each picture, (n,) int64; -1: there is none."""
+    codes = np.array([height << 32 | width for height, width in buckets], np.int64)
+    order = np.argsort(codes, kind="stable")
+    wanted = heights.astype(np.int64) << 32 | widths.astype(np.int64)
+    at = np.minimum(np.searchsorted(codes[order], wanted), len(codes) - 1)
+    return np.where(codes[order][at] == wanted, order[at], -1)
 
 
 def resolutions(bucket: BucketConfig, data: DataConfig, compression: int) -> list[tuple[str, list[Shape]]]:

@@ -13,7 +13,7 @@ from sana_pipe.data.cache.index import RecordIndex
 from sana_pipe.data.encoding.config import EncodeConfig
 from sana_pipe.data.images import buckets
 from sana_pipe.data.signals import Encoders, Signal
-from sana_pipe.data.signals.latent import compression
+from sana_pipe.data.signals.latent import are_imported, compression
 from sana_pipe.data.snapshots.assemble import BucketTable
 from sana_pipe.data.snapshots.config import BucketConfig
 from sana_pipe.data.snapshots.join import EncodedRecords, Resolution
@@ -22,11 +22,13 @@ from sana_pipe.data.sources.config import DataConfig
 
 @dataclass(frozen=True)
 class Scan:
-    """The last scan of a source, and the cache that holds it. table: digest of the scan's table."""
+    """The last scan of a source, and the cache that holds it. table: digest of the scan's table; sizes: (height, width)
+    of its buckets."""
 
     cache: Cache
     table: str
     encodings: dict[str, str]
+    sizes: tuple[buckets.Shape, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def read_inputs(
     _check_settings(encodings, encoders, data, encode)
     factor = compression(encodings)
     resolutions, shapes = [], list[tuple[int, int]]()
-    for variant, table in buckets.resolutions(settings, data, factor):
+    tables = [("", _sizes(used))] if are_imported(encodings) else buckets.resolutions(settings, data, factor)
+    for variant, table in tables:
         policy = data if settings.resolutions else None
         resolutions.append(Resolution(table, len(shapes), variant, policy))
         shapes += table
@@ -105,6 +108,11 @@ def read_inputs(
         options=_options(settings, data, caches[0]),
         lacking=lacking,
     )
+
+
+def _sizes(scans: dict[str, Scan]) -> list[buckets.Shape]:
+    """The sizes of latents of others, which are the buckets."""
+    return sorted({size for scan in scans.values() for size in scan.sizes})
 
 
 def _options(settings: BucketConfig, data: DataConfig, cache: Cache) -> dict[str, dict[str, Any]]:
@@ -125,7 +133,8 @@ def _scans(caches: list[Cache], unused: set[str]) -> dict[str, Scan]:
             body = cache.last_scan(source)
             if body is None:
                 continue
-            scan = Scan(cache, body["table"], body["encodings"])
+            sizes = tuple((height, width) for height, width in body["buckets"])
+            scan = Scan(cache, body["table"], body["encodings"], sizes)
             first = scans.setdefault(source, scan)
             if first.table != scan.table and source not in unused:
                 raise CacheError(

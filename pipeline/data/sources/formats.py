@@ -16,6 +16,7 @@ FORMATS: dict[str, str] = {
     "folder": "sana_pipe.data.sources.folder:Folder",
     "webdataset": "sana_pipe.data.sources.tars:Webdataset",
     "wids": "sana_pipe.data.sources.tars:Wids",
+    "latents": "sana_pipe.data.sources.latent_tars:Latents",
     "parquet": "sana_pipe.data.sources.tables:Parquet",
     "jsonl": "sana_pipe.data.sources.tables:Jsonl",
     "csv": "sana_pipe.data.sources.tables:Csv",

@@ -168,6 +168,9 @@ class Source(ABC):
     shares_captions: bool = False
     """True where several pictures of a sample have its caption."""
 
+    holds_latents: bool = False
+    """True if the items are latents and not pictures."""
+
     loose: Kinds = Kinds()
     """Files of text of the last listing that are the caption of no picture, by folder and ending."""
 

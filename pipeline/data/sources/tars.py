@@ -17,7 +17,7 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from sana_pipe.base.errors import UserError
 from sana_pipe.data.cache.layout import digest
@@ -71,11 +71,13 @@ class _Sample:
     """Members that share a name.
 
     fields: field -> (member, offset, size in bytes). texts: field -> bytes of the .txt and .json members.
+    lost: whether one of its items was rejected as a member, so that its texts are not without one.
     """
 
     fields: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     texts: dict[str, bytes | Unreadable] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    lost: bool = False
 
 
 @dataclass
@@ -116,6 +118,9 @@ class TarSource(FilesSource):
     WHERE = re.compile(r"(?P<offset>\d+)\+(?P<size>\d+)")
     paired_by = frozenset({"suffix", "folder"})
     shares_captions = True
+    members: ClassVar[Set[str]] = EXTENSIONS
+    """Endings of the fields that are items."""
+    noun: ClassVar[str] = "picture"
 
     def __init__(
         self,
@@ -169,7 +174,7 @@ class TarSource(FilesSource):
                 fix=tar.advice or "put the caption of X.jpg into a member X.txt",
             )
         if not tar.pictures and not tar.rejects:
-            tar.reject(tar.name, "holds no picture")
+            tar.reject(tar.name, f"holds no {self.noun}")
 
     def _walk(self, tar: _Tar, stream: BinaryIO, size: int) -> None:
         """Sort the members of a tar into samples. size: of the tar in bytes."""
@@ -233,8 +238,11 @@ class TarSource(FilesSource):
         prefix, key = parts[1], parts[2].lower()
         if problem is not None:
             # The rest of its sample must not count as complete; a picture has its own reject.
-            if key not in EXTENSIONS:
-                tar.samples.setdefault(prefix, _Sample()).problems.append(f"its .{escaped(key)} {problem}")
+            sample = tar.samples.setdefault(prefix, _Sample())
+            if key in self.members:
+                sample.lost = True
+            else:
+                sample.problems.append(f"its .{escaped(key)} {problem}")
             return prefix
         resumed = prefix in tar.samples and prefix != previous
         sample = tar.samples.setdefault(prefix, _Sample())
@@ -257,6 +265,10 @@ class TarSource(FilesSource):
         if ending not in CAPTION_ENDINGS or key in CAPTION_ENDINGS or name in EXTENSIONS:
             return ending in CAPTION_ENDINGS
         return any(f"{column.lower()}.".startswith(f"{key}.") for column in self.rule.columns)
+
+    def _lost(self, key: str, fields: Iterable[str], has_item: bool) -> str | None:
+        """Say why a field that is no item and no caption is rejected, or None: it is ignored."""
+        return _lost_picture(key, set(fields), has_item)
 
     def _take_controls_and_masks(self, tar: _Tar) -> dict[tuple[ControlOrMask, str], list[Place]]:
         """Take the control pictures and masks out of the samples: by kind and the name of the sample that they belong
@@ -289,15 +301,15 @@ class TarSource(FilesSource):
     ) -> None:
         """Add the items and rejects of a sample. columns: sample -> what the files next to the tar say;
         controls_and_masks: as of `_take_controls_and_masks`."""
-        pictures = [key for key in sample.fields if key in EXTENSIONS]
+        pictures = [key for key in sample.fields if key in self.members]
         tar.pictures += len(pictures)
         if sample.problems:
             tar.reject(f"{tar.name}/{prefix}", "; ".join(sample.problems))
             return
-        lost = False
+        lost = sample.lost
         for key in sorted(sample.fields.keys() - set(pictures) - {*CAPTION_ENDINGS} - sample.texts.keys()):
             name = f"{tar.name}/{sample.fields[key][0]}"
-            problem = _lost_picture(key, sample.fields.keys(), bool(pictures))
+            problem = self._lost(key, sample.fields.keys(), bool(pictures))
             if problem is None:
                 self._ignore(f".{escaped(key)} member", 1, [name])
             else:
@@ -424,7 +436,7 @@ class Webdataset(Format):
     endings: tuple[str, ...] = ("tar",)
 
     def divide(self, filesystem: Filesystem) -> tuple[list[str], Kinds]:
-        return _tars(filesystem, self.shows)
+        return tars_of(filesystem, self.shows)
 
     def source(self, given: Given, files: Iterable[str]) -> Source:
         return TarSource(given.filesystem, files, given.rule, given.name, self.name)
@@ -469,14 +481,14 @@ class Wids(Format):
             )
         folder = posixpath.dirname(index)
         tars = {posixpath.normpath(posixpath.join(folder, shard["url"])) for shard in shards}
-        return tars, _tars(filesystem, tars.__contains__)[1] if given.files is None else Kinds()
+        return tars, tars_of(filesystem, tars.__contains__)[1] if given.files is None else Kinds()
 
     def source(self, given: Given, files: Iterable[str]) -> Source:
         rule = replace(given.rule, fallback=("prompt",))
         return TarSource(given.filesystem, files, rule, given.name, self.name)
 
 
-def _tars(filesystem: Filesystem, wanted: Callable[[str], bool]) -> tuple[list[str], Kinds]:
+def tars_of(filesystem: Filesystem, wanted: Callable[[str], bool]) -> tuple[list[str], Kinds]:
     """Divide as `divided` does; the .json files next to tars are not among the others."""
     files, others = divided(filesystem, lambda file: wanted(file) or extension(file) == "json")
     tars = [file for file in files if wanted(file)]
