@@ -487,12 +487,14 @@ def encode(config: Config, dry_run: bool, probe: bool, **options: Any) -> Any:
         "sana-pipe bucket --dry-run",
         "sana-pipe bucket --name round2 --set bucket.batch=128 --set bucket.remainder=drop",
         "sana-pipe bucket --filter 'least(width, height) >= 768' --set bucket.heldout=0.01",
+        "sana-pipe bucket --like round1 --name round2",
         "sana-pipe bucket --pack --snapshot round2   # joint shards for training from an object store",
     ]
 )
 @_configured
 @click.option("--name", metavar="NAME", help="Name of the snapshot. Default: only its id.")
 @click.option("--filter", "condition", metavar="SQL", help="Use only samples that satisfy this; sets bucket.filter.")
+@click.option("--like", metavar="NAME|ID", help="Use the rules of this snapshot on today's data, and say what differs.")
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the content of the snapshot.")
 @click.option(
     "--pack",
@@ -507,6 +509,7 @@ def bucket(
     config: Config,
     name: str | None,
     condition: str | None,
+    like: str | None,
     dry_run: bool,
     pack: bool,
     snapshot: str | None,
@@ -528,18 +531,25 @@ def bucket(
         raise click.UsageError("--move is for --name")
     if snapshot is not None and condition is not None:
         raise click.UsageError("--filter is for a new snapshot, and --snapshot names one that is there")
+    if snapshot is not None and like is not None:
+        raise click.UsageError("--like is for a new snapshot, and --snapshot names one that is there")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only together with --snapshot, and never with --dry-run")
     if condition is not None:
         config = config.model_copy(update={"bucket": config.bucket.model_copy(update={"filter": condition})})
     from sana_pipe.stages import bucket as stage
 
+    repeated: dict[str, Any] = {}
+    if like is not None:
+        overrides = click.get_current_context().params["overrides"]
+        chosen = [text.partition("=")[0].strip() for text in overrides] + ["bucket.filter"] * (condition is not None)
+        repeated = {"like": like, "chosen": chosen}
     if not pack:
-        return stage.run(config, name=name, dry_run=dry_run, as_json=as_json, move=move)
+        return stage.run(config, name=name, dry_run=dry_run, as_json=as_json, move=move, **repeated)
     from sana_pipe.stages import pack as packing
 
     packing.check_name(name)  # before the snapshot is made that is to be packed
-    unpacked = stage.run(config) if snapshot is None else snapshot
+    unpacked = stage.run(config, **repeated) if snapshot is None else snapshot
     return packing.run(config, snapshot=unpacked, name=name, as_json=as_json, move=move, latest=latest)
 
 

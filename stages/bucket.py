@@ -7,7 +7,7 @@ then adopt the shards of other caches and publish the snapshot.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,12 +18,13 @@ from sana_pipe.base.config import setting
 from sana_pipe.base.errors import CacheError, escaped
 from sana_pipe.config import Config
 from sana_pipe.data.cache import copies
-from sana_pipe.data.cache.cache import check_snapshot_name
+from sana_pipe.data.cache.cache import Cache, check_snapshot_name
 from sana_pipe.data.signals import Encoders
-from sana_pipe.data.snapshots.inputs import open_caches, read_inputs
+from sana_pipe.data.snapshots.inputs import PLACES, Inputs, open_caches, read_inputs
 from sana_pipe.data.snapshots.making import make
 from sana_pipe.data.snapshots.near import Report
 from sana_pipe.data.snapshots.publishing import publish
+from sana_pipe.data.snapshots.repeating import Rules
 from sana_pipe.data.sources import reject_kinds
 from sana_pipe.data.work.progress import Progress
 from sana_pipe.tools.locations import cache_location
@@ -34,7 +35,13 @@ MANY = 200_000
 
 
 def run(
-    config: Config, name: str | None = None, dry_run: bool = False, as_json: bool = False, move: bool = False
+    config: Config,
+    name: str | None = None,
+    dry_run: bool = False,
+    as_json: bool = False,
+    move: bool = False,
+    like: str | None = None,
+    chosen: Sequence[str] = (),
 ) -> str:
     """Make a snapshot of the sources in the cache and in `bucket.caches`.
 
@@ -43,6 +50,8 @@ def run(
         dry_run: report, and write nothing.
         as_json: print one JSON object instead of lines.
         move: let the name point to it though it points to another snapshot.
+        like: a snapshot whose rules are used again, in place of those of the configuration.
+        chosen: options that the command line states; with `like` they may not say another rule.
 
     Returns:
         The snapshot's id; "" for a dry run.
@@ -52,37 +61,53 @@ def run(
         IntegrityError: a file that the snapshot would name is missing, or a shard is of another size.
         UserError: nothing is left to train on, a setting names what is not there, or the name is not valid or taken.
     """
+    if name is not None:
+        check_snapshot_name(name)
+    caches = open_caches(cache_location(config), config.bucket.caches, dry_run or like is not None)
+    rules, notes = None, list[str]()
+    if like is not None:
+        rules, config, notes = _like(config, caches, like, chosen)
     settings, heldout_name = config.bucket, f"{name or 'latest'}.heldout"
-    for label in ([name] if name is not None else []) + ([heldout_name] if settings.heldout else []):
-        check_snapshot_name(label)
-    caches = open_caches(cache_location(config), settings.caches, dry_run)
+    if settings.heldout:
+        check_snapshot_name(heldout_name)
     cache = caches[0]
     if not dry_run:
         copies.repair_all(cache.files)
     inputs = read_inputs(caches, settings, config.data, Encoders(config.vae, config.text), config.encode)
-    for kind, sources in inputs.lacking.items():
-        click.echo(
-            f"note: the snapshot has no records of the kind {kind}, which source {', '.join(sources)} lacks "
-            f"(encode.signals or data.pictures asks for them, then sana-pipe encode)",
-            err=True,
-        )
+    _note_lacking(inputs)
     report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
     validation = config.train.validation
     part = None if validation is None else validation.snapshot
     made, heldout_made = make(inputs, settings, part, _comparing)
     joined = made.joined
-    report["notes"] = list(joined.notes)
+    report["notes"] = [*notes, *joined.notes]
     report |= publish(made, inputs, dry_run, name, move)
     if report["snapshot"]:
         with suppress(CacheError):  # `verify` names what is damaged
             report["notes"] += mask_notes(cache.open_snapshot(report["snapshot"]))
     if heldout_made is not None:
         report["heldout"] = publish(heldout_made, inputs, dry_run, heldout_name, move, latest=False)
+    if rules is not None:
+        report["like"] = {"name": like, **({} if dry_run else rules.compared(cache, report["snapshot"]))}
     if joined.examples:
         lists = [(scan.cache.files, reject_kinds.report(source)) for source, scan in inputs.used()]
         report["reports"] = [files.where(path) for files, path in lists if files.exists(path)]
     _print(report, as_json)
     return report["snapshot"] or ""
+
+
+def _like(config: Config, caches: Sequence[Cache], like: str, chosen: Sequence[str]) -> tuple[Rules, Config, list[str]]:
+    """The rules of a snapshot, the configuration with them, and notes. Errors as of `Rules.of` and `Rules.check`."""
+    rules = Rules.of(caches[0], like)
+    notes = rules.check(caches[0], config.bucket, config.data, chosen)
+    settings, gone = rules.without({source for cache in caches for source in cache.sources()})
+    notes += [
+        f"source {source!r} of {like} is in no cache now: it was forgotten, or bucket.caches does not name its cache"
+        for source in gone
+    ]
+    places = {option: getattr(config.bucket, option) for option in PLACES}
+    sections = {"bucket": settings.model_copy(update=places), "data": config.data.model_copy(update=rules.data)}
+    return rules, config.model_copy(update=sections), notes
 
 
 @contextmanager
@@ -93,6 +118,15 @@ def _comparing(samples: int) -> Iterator[Report]:
         return
     with Progress("hashes compared", samples) as bar:
         yield bar.reach
+
+
+def _note_lacking(inputs: Inputs) -> None:
+    for kind, sources in inputs.lacking.items():
+        click.echo(
+            f"note: the snapshot has no records of the kind {kind}, which source {', '.join(sources)} lacks "
+            f"(encode.signals or data.pictures asks for them, then sana-pipe encode)",
+            err=True,
+        )
 
 
 def _print(report: dict[str, Any], as_json: bool) -> None:
@@ -116,6 +150,8 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
     for note in report["notes"]:
         click.echo(f"note: {note}")
     _print_id(report)
+    if "like" in report:
+        _print_like(report["like"], report["snapshot"])
     if "heldout" in report:
         click.echo("held out:")
         _print_buckets(report["heldout"], report["dry_run"])
@@ -131,6 +167,12 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
         )
     kinds = f" with {', '.join(more)}" if (more := report["controls_and_masks"]) else ""
     click.echo(f"{report['samples']} samples{kinds}, {report['steps_per_epoch']:.2f} optimizer steps per epoch")
+    click.echo(f"{'source':>20} {'samples':>9} {'weight':>7} {'visits/epoch':>12} {'share':>7}")
+    for source in report["mixture"]:
+        click.echo(
+            f"{escaped(source['source']):>20} {source['samples']:>9} {source['weight']:>7g} {source['visits']:>12.2f} "
+            f"{source['share']:>7.1%}"
+        )
     if report["repeated_pictures"] and not any(each["left_out"] for each in report["duplicates"]):
         click.echo(
             f"note: {report['repeated_pictures']} samples repeat a picture of another sample (equal files); with "
@@ -145,6 +187,8 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
             f"{cluster['samples']:>9} {cluster['share']:>7.1%} {cluster['visits']:>7g} "
             f"{cluster['share_of_visits']:>16.1%}  {escaped(cluster['example'])}"
         )
+    if report["groups"]:
+        _print_groups(report["groups"])
     for part, count in report["leaked"].items():
         click.echo(
             f"held-out snapshot {part[:12]}: {count} of its samples look like one of these"
@@ -153,6 +197,31 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
     if report["adopted_bytes"]:
         verb = "would be" if dry_run else "were"
         click.echo(f"{amount(report['adopted_bytes'])} of shards {verb} linked or copied from other caches")
+
+
+def _print_like(like: dict[str, Any], made: str | None) -> None:
+    """Print what the same rules give now."""
+    if made is None:
+        click.echo(f"made by the rules of {like['name']}; what differs from it is known without --dry-run")
+        return
+    if made == like["snapshot"] or like["same_content"]:
+        click.echo(f"made by the rules of {like['name']}: nothing differs from it")
+        return
+    counts = ", ".join(f"{like[kind]} {kind}" for kind in ("added", "removed", "changed"))
+    click.echo(f"made by the rules of {like['name']}: {counts} (sana-pipe snapshots diff {like['name']} {made[:12]})")
+    for line in like["why"]:
+        click.echo(f"  {escaped(line)}")
+
+
+def _print_groups(groups: dict[str, Any]) -> None:
+    """Print the groups of `bucket.group`, and what of them is held out."""
+    click.echo(
+        f"groups by {groups['column']}: {groups['groups']} of {groups['values']} values (pictures that look the same "
+        f"join groups); {groups['without_value']} of {groups['samples']} samples have no value, and each is a group of "
+        f"its own; held out: {groups['heldout_samples']} samples ({groups['heldout_share']:.2%})"
+    )
+    for group in groups["largest"]:
+        click.echo(f"{group['samples']:>9} {group['share']:>7.1%}  such as {escaped(group['example'])}")
 
 
 def _print_duplicates(duplicates: dict[str, Any]) -> None:

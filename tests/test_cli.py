@@ -412,9 +412,12 @@ def test_bucket_packs_what_it_made_or_what_is_named(stage: Callable[..., Calls])
         "latest": True,
     }
     filtered = ["--pack", "--snapshot", "s", "--filter", "width > 1"]  # of a snapshot that is there
-    for wrong in (["--snapshot", "s"], ["--latest"], ["--pack", "--dry-run"], ["--pack", "--json"], filtered):
+    repeated = ["--pack", "--snapshot", "s", "--like", "r"]
+    for wrong in (["--snapshot", "s"], ["--latest"], ["--pack", "--dry-run"], ["--pack", "--json"], filtered, repeated):
         assert end("bucket", *wrong) == 2
     assert len(bucket) == 1 and len(pack) == 2 and checked == ["n", None]
+    assert end("bucket", "--pack", "--like", "r", "--set", "bucket.batch=2") == 0
+    assert bucket[1][1] == {"like": "r", "chosen": ["bucket.batch"]}
 
 
 def test_decode_is_the_sampling_stages_other_half(stage: Callable[..., Calls]) -> None:

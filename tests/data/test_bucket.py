@@ -53,6 +53,7 @@ from tests.support.damage import flip
 from tests.support.loading import loader_settings
 from tests.support.lowered import lower_limits
 from tests.support.messages import naming
+from tests.support.reports import collect
 from tests.support.synthetic import Picture, add, config, pictures, with_another
 
 
@@ -239,6 +240,60 @@ def test_filters_select_what_python_would(root: Path, expression: str, selected:
     assert not left or snapshot.head.left_out == {f"not selected by bucket.filter: {expression}": left}
 
 
+def test_filters_know_the_bucket_and_the_words_of_captions(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against the functions that decide the bucket of one picture."""
+    sizes = [(24, 24), (30, 20), (20, 33), (48, 48), (12, 12), (16, 40)]
+    one = [
+        Picture(f"{'in/deep/' if n % 2 else ''}{n}.png", f"{n}", *size, (("a b", 1.0), ("word " * n, 1.0)) if n else ())
+        for n, size in enumerate(sizes)
+    ]
+    add(config(root), "one", one)
+    shapes = [buckets.nearest(synthetic.TABLE, *size) for size in sizes]
+    loss = [buckets.crop_loss(*size, shape) for size, shape in zip(sizes, shapes, strict=True)]
+    scale = [buckets.upscale(*size, shape) for size, shape in zip(sizes, shapes, strict=True)]
+    for condition, expected in {
+        "crop_loss > 0.05": [n for n in range(6) if loss[n] > 0.05],
+        "upscale > 1": [n for n in range(6) if scale[n] > 1],
+        "bucket = '24x24'": [n for n in range(6) if shapes[n] == (24, 24)],
+        "caption_words >= 3": [0, 3, 4, 5],
+        "caption_words = 2": [1, 2],
+        "folder = 'in/deep'": [1, 3, 5],
+        "folder = ''": [0, 2, 4],
+    }.items():
+        assert 0 < len(expected) < 6
+        assert items(made(config(root, f"bucket.filter={json.dumps(condition)}"))) == {
+            f"one/{one[n].item}" for n in expected
+        }
+    several = ("data.buckets=sana", "bucket.resolutions=[512, 1024]")
+    for option in ("bucket.filter='crop_loss < 0.1'", "bucket.sources={one: {filter: \"bucket = '8x8'\"}}"):
+        with pytest.raises(UserError, match=naming("filter", "at each of 2 resolutions")) as caught:
+            sana_pipe.stages.bucket.run(config(root, option, *several))
+        assert "data.max_crop_loss" in str(caught.value)
+
+
+def test_what_a_mixture_is(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By source; numbers of folders multiply, and samples that a small bucket leaves out do not count."""
+    for source, count in (("one", 20), ("two", 12), ("art", 8)):
+        add(config(root), source, pictures(count, f"{source}-"))
+    add(config(root), "kohya", [Picture(f"{n % 2 + 2}_dog/{n}.png", f"dog {n}") for n in range(10)])
+    of = config(
+        root, "bucket.sources={one: {weight: 0.5}, two: {weight: 2}}", "bucket.remainder=drop", "bucket.batch=8"
+    )
+    shown = report(of, capsys)
+    counts = {source["source"]: source["samples"] for source in shown["mixture"]}
+    assert sum(counts.values()) == shown["samples"] < 50 and counts["kohya"] == 10
+    visits = {name: count * {"one": 0.5, "two": 2, "art": 1, "kohya": 2.5}[name] for name, count in counts.items()}
+    assert {each["source"]: each["visits"] for each in shown["mixture"]} == visits
+    for each in shown["mixture"]:
+        assert each["share"] == pytest.approx(visits[each["source"]] / sum(visits.values()))
+        assert each["weight"] == {"one": 0.5, "two": 2}.get(each["source"], 1)
+    order = [each["visits"] for each in shown["mixture"]]
+    assert order == sorted(order, reverse=True)
+    assert collect(of)[0]["snapshot"]["mixture"] == shown["mixture"]
+    sana_pipe.stages.bucket.run(of)
+    assert "visits/epoch" in capsys.readouterr().out
+
+
 def test_a_missing_value_is_left_out_by_name_and_none_can_be_asked_for(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,7 +357,7 @@ def test_a_similar_column_is_spelled_as_a_condition_has_it() -> None:
         ("scroe > 3", "did you mean 'score'"),
         ("Width > 3", "did you mean 'width'"),
         ("WIDTH > 3", "did you mean 'width'"),
-        ("nothing > 3", "expected: aspect, bytes, caption, captions, height, item, pixels, score, source, tag, width"),
+        ("nothing > 3", "expected: aspect, bucket, bytes, caption, caption_words, captions, crop_loss, folder, height"),
         ('tag = "even"', "text goes in single quotes: 'even'"),
         ("score.x = 1", "names the column 'score.x'"),
         ("score >", 'syntax error at or near ")"'),

@@ -267,5 +267,5 @@ def _frame(items: np.ndarray, source: np.ndarray | None = None) -> Frame:
     return Frame(
         source, column, ids, ids, np.array([b"%016d" % n for n in range(count)], "S16"), size, size,
         np.zeros(count, np.int64), np.zeros(count, np.int64), {"latent": np.arange(count)}, np.arange(count + 1),
-        np.arange(count), np.ones(count, np.float32),
+        np.arange(count), np.ones(count, np.float32), np.zeros(count, "S16"),
     )  # fmt: skip

@@ -552,6 +552,7 @@ def frame_of(bucket: np.ndarray, items: list[str]) -> Frame:
         captions=np.arange(count + 1),
         text=np.zeros(count, np.int64),
         weight=np.ones(count, np.float32),
+        group=np.zeros(count, "S16"),
     )
 
 

@@ -145,6 +145,19 @@ def test_groups_are_held_out_whole(config: Callable[..., Config], source: Path, 
     assert heldout.find(cache, train) == part.id
 
 
+@pytest.mark.parametrize("dedup", ["none", "image"])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
+def test_near_duplicates_join_groups(config: Callable[..., Config], source: Path, dedup: str, share: float) -> None:
+    """The copies have one caption, so they are a group; each of three photographs is in it by a copy."""
+    of = config("bucket.group=caption", f"bucket.heldout={share}", f"bucket.dedup={dedup}")
+    sana_pipe.stages.bucket.run(of)
+    cache = Cache(of.cache)
+    train, part = (items(cache.open_snapshot(name)) for name in ("latest", "latest.heldout"))
+    copied = {f"{name}{end}.jpg" for name in originals(source) for end in ("", "-small", "-mirrored", "-cropped")}
+    assert copied <= train or copied <= part
+    assert train and part and not train & part
+
+
 def test_a_cache_without_hashes_says_how_to_get_them(small_cache: Path, make_config: MakeConfig) -> None:
     of = make_config(small_cache.parent, "bucket.dedup=near")
     with pytest.raises(CacheError, match="compares hashes") as caught:

@@ -309,6 +309,7 @@ def test_samples_that_are_selected_are_next_to_the_cache(
         captions=np.arange(4),
         text=np.zeros(3, np.int64),
         weight=np.ones(3, np.float32),
+        group=np.zeros(3, "S16"),
         **columns,
     )
     earlier = selection.Earlier(joined.scratch)

@@ -77,11 +77,13 @@ class PackedOrder(HeadObject):
 @dataclass(frozen=True)
 class HeldOut(HeadObject):
     """share: of the pictures that is held out. side: `train` or `heldout`. distance: bits of 128 in which the hashes of
-    pictures differ that stay on one side; None: only equal files do."""
+    pictures differ that stay on one side; None: only equal files do. group: the column whose values stay on one side,
+    too (`bucket.group`)."""
 
     share: float
     side: str
     distance: int | None = None
+    group: str | None = None
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,44 @@ class BucketReport:
 
 
 @dataclass(frozen=True)
+class SourceShare:
+    """The part of a mixture that a source is.
+
+    Attributes:
+        weight: `bucket.sources.NAME.weight`; None: not known.
+        visits: per epoch, of all its samples together. Numbers of folders and `bucket.balance` multiply the weight.
+        share: of all visits.
+    """
+
+    source: str
+    samples: int
+    weight: float | None
+    visits: float
+    share: float
+
+
+def mixture(samples: Mapping[str, Mapping[Fraction, int]], weights: Mapping[str, Fraction] | None) -> list[SourceShare]:
+    """The sources, the most visits first.
+
+    Args:
+        samples: source -> {visits of a sample per epoch: samples}.
+        weights: source -> weight, where it is not 1; None: not known.
+    """
+    visits = {source: sum((each * count for each, count in of.items()), Fraction(0)) for source, of in samples.items()}
+    total = sum(visits.values(), Fraction(0)) or Fraction(1)
+    return [
+        SourceShare(
+            source,
+            sum(samples[source].values()),
+            None if weights is None else float(weights.get(source, 1)),
+            float(of),
+            float(of / total),
+        )
+        for source, of in sorted(visits.items(), key=lambda pair: (-pair[1], pair[0]))
+    ]
+
+
+@dataclass(frozen=True)
 class BucketTable:
     """All buckets of a snapshot: (height, width) in pixels, and the global batch of each."""
 
@@ -50,11 +88,13 @@ class BucketTable:
 
 @dataclass(frozen=True)
 class Assembled:
-    """A snapshot that is not written yet: its head without chunks. chunks: makes their tables (samples, names)."""
+    """A snapshot that is not written yet: its head without chunks. chunks: makes their tables (samples, names);
+    mixture: its sources."""
 
     head: Head
     chunks: Callable[[], Iterator[tuple[pa.Table, pa.Table]]]
     report: list[BucketReport]
+    mixture: list[SourceShare]
 
     def written(self, files: Files | None) -> Head:
         """The head with its chunks, which are written, and its content id. files: None: the head alone."""
@@ -126,7 +166,7 @@ def assemble(
             rows = frame.take_in_memory(order[start : start + CHUNK_ROWS])
             yield _tables(rows, joined.sources, records, numbers)
 
-    return Assembled(head, chunks, report)
+    return Assembled(head, chunks, report, mixture(parts.samples(frame), weights or {}))
 
 
 _REPEATS = r"(?:^|/)(?P<repeats>[1-9][0-9]{0,2})_[^_/][^/]*/[^/]+$"
@@ -147,6 +187,7 @@ class _Parts:
     """
 
     def __init__(self, joined: Joined, weights: Mapping[str, Fraction], clusters: Sequence[Fraction]):
+        self._sources = joined.sources
         self._repeats = [joined.repeats.get(name, {}) for name in joined.sources]
         base = [weights.get(name, Fraction(1)) for name in joined.sources]
         of = {
@@ -168,6 +209,16 @@ class _Parts:
             return self._part[source, 1, cluster]
         visits = np.maximum(folder_repeats(frame.item[piece]), 1)
         return self._part[source, np.where(repeating, visits, 1), cluster]
+
+    def samples(self, frame: Frame) -> dict[str, dict[Fraction, int]]:
+        """Source -> {visits of a sample per epoch: samples}."""
+        counts = np.zeros((len(self._sources), len(self.weights)), np.int64)
+        for piece in pieces(len(frame)):
+            np.add.at(counts, (frame.source[piece], self.of(frame, piece)), 1)
+        return {
+            name: {weight: int(count) for weight, count in zip(self.weights, of, strict=True) if count}
+            for name, of in zip(self._sources, counts, strict=True)
+        }
 
 
 def _order(frame: Frame, parts: _Parts, places: np.ndarray, scratch: Scratch) -> np.ndarray:

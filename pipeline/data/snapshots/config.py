@@ -65,6 +65,10 @@ class BucketConfig(Section):
     heldout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the pictures, chosen by their digest, that goes into a second snapshot, NAME.heldout. In a cache with
     hashes (`encode.signals: [phash]`) pictures that look the same stay on one side."""
+    group: str | None = None
+    """A column (as for `bucket.filter`) whose equal values stay on one side of the held-out part: `artist`, `patient`,
+    `folder`. Pictures that look the same, or are equal files, join their groups. A picture without a value is a group
+    of its own. `subset` and `balance` count pictures, not groups."""
     subset: Positive | None = None
     """Use this many pictures, those with the smallest sample ids. A larger number later keeps them, in the same
     order."""

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from sana_pipe.base.errors import UserError
+from sana_pipe.data.images import buckets
 from sana_pipe.data.sources.filenames import escaped, short_repr, shortened
 
 BUILTIN = {
@@ -36,8 +37,17 @@ BUILTIN = {
         "array_to_string(list_transform(captions, lambda each: each.text), chr(10))",
         "text of its captions, a line each",
     ),
+    "caption_words": (
+        r"list_max(list_transform(captions, lambda each: len(regexp_extract_all(each.text, '\S+'))))",
+        "words of its longest caption",
+    ),
+    "folder": ("regexp_extract(item, '^(.*)/[^/]*$', 1)", "folder of the item in its source"),
+    "bucket": ("bucket", "its resolution bucket, such as '1024x768' (height x width)"),
+    "crop_loss": ("crop_loss", "share of its area that its bucket cuts off"),
+    "upscale": ("upscale", "factor by which it is enlarged to cover its bucket; below 1 it is reduced"),
 }
 """Column: its expression over a scan table, and its meaning."""
+_OF_BUCKET = ("bucket", "crop_loss", "upscale")
 
 HIDDEN = "meta"
 """`meta.width` is the metadata field `width`, which the column of that name hides."""
@@ -55,7 +65,7 @@ _SCALAR = "a number or text"
 _ODD = 0.01
 """Share of text up to which it counts as missing ("n/a") where all other values are numbers."""
 _META = "nullif(meta, '')"
-_NUMBER = r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?([eE][-+]?[0-9]+)?"
+NUMBER = r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?([eE][-+]?[0-9]+)?"
 """Text that is a number; one of more digits may be an identifier, which fp64 would round."""
 _MAX_LENGTH = 20_000
 _MAX_DEPTH = 250  # of nested expressions; far below Python's limit on recursion
@@ -77,6 +87,7 @@ class Filter:
 
     Attributes:
         paths: the columns that it reads.
+        column: the column that it is, if it is nothing else.
 
     Raises:
         UserError: it is no expression of SQL, or uses what a filter may not.
@@ -98,6 +109,7 @@ class Filter:
             raise self.wrong("is more than one condition")
         for node in _nodes(conditions[0]):
             self._check(node)
+        self.column = next(iter(self.paths)) if conditions[0]["class"] == "COLUMN_REF" else None
 
     def _check(self, node: dict[str, Any]) -> None:
         if node["class"] not in _SYNTAX | {"COLUMN_REF"}:
@@ -180,7 +192,7 @@ class Metadata:
         field = _text(_pointer(path))
         value = f"json_extract_string(m, {field})"
         for kind, is_number, count, item, example, largest in _rows(
-            f"SELECT json_type(m, {field}), regexp_full_match({value}, {_text(_NUMBER)}) IS TRUE, count(*), "
+            f"SELECT json_type(m, {field}), regexp_full_match({value}, {_text(NUMBER)}) IS TRUE, count(*), "
             f"first(item), first(json_extract(m, {field})::VARCHAR), max(abs(TRY_CAST({value} AS HUGEINT))) "
             f"FROM (SELECT item, {_META} AS m FROM batch) WHERE json_exists(m, {field}) GROUP BY 1, 2"
         ):
@@ -312,6 +324,42 @@ def select(
                 raise rule.wrong("is not a condition", fix="add a comparison, such as width >= 512")
             results.append((np.ma.filled(values, False).astype(bool), np.ma.getmaskarray(values)))
     return results
+
+
+def of_bucket(paths: Iterable[Path]) -> list[str]:
+    """The names of those columns that depend on the bucket table."""
+    return sorted(path[0] for path in paths if len(path) == 1 and path[0] in _OF_BUCKET)
+
+
+def with_bucket(batch: pa.Table, table: Sequence[buckets.Shape]) -> pa.Table:
+    """Rows of a scan table with the columns that depend on the bucket table."""
+    height, width = (batch.column(side).to_numpy().astype(np.int64) for side in ("height", "width"))
+    nearest, shapes = buckets.nearest_all(table, height, width), np.array(table, np.int64)
+    fit = height, width, shapes[nearest].T
+    names = pa.array([f"{height}x{width}" for height, width in table])
+    columns = names.take(pa.array(nearest)), buckets.crop_loss(*fit), buckets.upscale(*fit)
+    for name, column in zip(_OF_BUCKET, columns, strict=True):
+        batch = batch.append_column(name, pa.array(column))
+    return batch
+
+
+def texts(path: Path, batch: pa.Table, source: str) -> pa.ListArray:
+    """The values of a column as text, a list for each row: of a list its elements, else one, or null.
+
+    Args:
+        batch, source: as of `select`.
+    """
+    field = _text(_pointer(path))
+    if _is_builtin(path):
+        value = f"[CAST({BUILTIN[path[0]][0] or _text(source)} AS VARCHAR)]"
+    else:
+        value = (
+            f"CASE WHEN json_type(m, {field}) = 'ARRAY' THEN json_extract(m, {field})::VARCHAR[] "
+            f"ELSE [json_extract_string(m, {field})] END"
+        )
+    with _batch(batch):
+        query = f"SELECT {value} AS texts FROM (SELECT *, {_META} AS m FROM batch)"
+        return pa.concat_arrays(engine().sql(query).to_arrow_table().column(0).chunks)
 
 
 def _cast(error: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Samples as columns, while a snapshot is made from them: in temporary files, about 150 bytes a sample."""
+"""Samples as columns, while a snapshot is made from them: in temporary files, about 170 bytes a sample."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _PER_SAMPLE = {
     "width": np.int64,
     "bucket": np.int64,
     "cluster": np.int64,
+    "group": "S16",
 }
 _PER_CAPTION = {"text": np.int64, "weight": np.float32}
 
@@ -51,6 +52,7 @@ class Frame:
         pictures: kind -> (n,) int64 rows of its index.
         captions: (n + 1,) int64 offsets into the next two.
         text, weight: (m,) int64 rows of the texts' index; (m,) float32.
+        group: (n,) S16, of samples that stay on one side of a held-out part (`snapshots.groups`); zeros: no value.
     """
 
     source: np.ndarray
@@ -66,6 +68,7 @@ class Frame:
     captions: np.ndarray
     text: np.ndarray
     weight: np.ndarray
+    group: np.ndarray
 
     def __len__(self) -> int:
         return len(self.sample_id)

@@ -19,6 +19,9 @@ from sana_pipe.data.snapshots.config import BucketConfig
 from sana_pipe.data.snapshots.join import EncodedRecords, Resolution
 from sana_pipe.data.sources.config import DataConfig
 
+PLACES = ("caches", "pack_mib")
+"""Options of `bucket` that decide where records lie, and not which samples there are."""
+
 
 @dataclass(frozen=True)
 class Scan:
@@ -105,7 +108,7 @@ def read_inputs(
         records=EncodedRecords(encodings, indexes),
         resolutions=resolutions,
         table=BucketTable(shapes, batches),
-        options=_options(settings, data, caches[0]),
+        options=options_of(settings, data, caches[0]),
         lacking=lacking,
     )
 
@@ -115,10 +118,9 @@ def _sizes(scans: dict[str, Scan]) -> list[buckets.Shape]:
     return sorted({size for scan in scans.values() for size in scan.sizes})
 
 
-def _options(settings: BucketConfig, data: DataConfig, cache: Cache) -> dict[str, dict[str, Any]]:
+def options_of(settings: BucketConfig, data: DataConfig, cache: Cache) -> dict[str, dict[str, Any]]:
     """Return what decides a snapshot besides its scans. Records of other caches lie in its own."""
-    elsewhere = {"caches", "pack_mib"}
-    bucket = settings.model_dump(mode="json", exclude_defaults=True, exclude=elsewhere)
+    bucket = settings.model_dump(mode="json", exclude_defaults=True, exclude=set(PLACES))
     if settings.grow:
         bucket["grow"] = cache.open_snapshot(settings.grow).id  # the name may move
     policy = {"resolution", "buckets", "min_side", "max_upscale", "max_crop_loss"}

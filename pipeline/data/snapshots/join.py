@@ -28,6 +28,8 @@ from sana_pipe.data.sources.config import DataConfig
 from sana_pipe.data.sources.reject_kinds import EXAMPLES, Kinds
 
 ENCODE = "run sana-pipe encode"
+GROUP = "group"
+"""Column of a scan table, added by `snapshots.groups`: `Frame.group` of each item."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ def _joined(
         text=text,
         weight=weight,
         pictures={kind: rows[with_caption] for kind, rows in pictures.items()},
+        group=fixed(scan.column(GROUP))[with_caption] if GROUP in scan.column_names else np.zeros(len(items), "S16"),
         **{name: column[with_caption] for name, column in columns.items()},
     )
 

@@ -20,7 +20,7 @@ from sana_pipe.base.errors import CacheError
 from sana_pipe.data.cache.arrow import batches
 from sana_pipe.data.cache.snapshot_head import HeldOut, Policies
 from sana_pipe.data.signals.phash import ANEW, HashEncoding
-from sana_pipe.data.snapshots import balance, near, near_samples, selection
+from sana_pipe.data.snapshots import balance, groups, near, near_samples, selection
 from sana_pipe.data.snapshots.assemble import Assembled, assemble, folder_repeats
 from sana_pipe.data.snapshots.config import BucketConfig, SourceConfig
 from sana_pipe.data.snapshots.duplicates import Duplicates, Named, unused
@@ -38,7 +38,7 @@ has."""
 @dataclass(frozen=True)
 class Made:
     """A snapshot to be published. duplicates: the groups, where pictures were compared; leaked: as in `Head`; balance:
-    the clusters."""
+    the clusters; groups: those of `bucket.group`."""
 
     assembled: Assembled
     joined: Joined
@@ -46,6 +46,7 @@ class Made:
     duplicates: list[Duplicates] = field(default_factory=list)
     leaked: dict[str, int] = field(default_factory=dict)
     balance: list[dict[str, Any]] = field(default_factory=list)
+    groups: dict[str, Any] | None = None
 
 
 Comparing = Callable[[int], AbstractContextManager[Report]]
@@ -68,13 +69,14 @@ def make(
 
 
 class _Maker:
-    """Attributes: joined: the usable items of the sources, filtered, at all resolutions; earlier: the snapshot that the
-    new one grows from."""
+    """Attributes: joined: the usable items of the sources, filtered, at all resolutions; values: those of
+    `bucket.group`; earlier: the snapshot that the new one grows from."""
 
     def __init__(self, inputs: Inputs, settings: BucketConfig, validation: str | None, comparing: Comparing):
         self.inputs, self.settings, self.validation, self.comparing = inputs, settings, validation, comparing
         cache = inputs.caches[0]
         self.joined = Joined(scratch=cache.files.scratch)
+        self.values: groups.Values | None = None
         self._join()
         ids = cache.open_snapshot(self.settings.grow).sample_ids() if self.settings.grow else ()
         self.earlier = selection.Earlier(cache.files.scratch, ids)
@@ -95,7 +97,10 @@ class _Maker:
             if setting.filter and source in items
         }
         if common or by_source:
-            items = selection.filtered(joined, items, common, by_source)
+            tables = [resolution.table for resolution in self.inputs.resolutions]
+            items = selection.filtered(joined, items, common, by_source, tables)
+        if settings.group is not None:
+            items, self.values = groups.add_groups(joined, items, settings.group)
         for source, table in items.items():
             counts, wanted = _numbers(table), settings.sources.get(source, SourceConfig()).repeats
             if not counts.keys() - {0, 1} or wanted is False:
@@ -114,18 +119,24 @@ class _Maker:
     def make(self) -> tuple[Made, Made | None]:
         settings, joined, visits = self.settings, self.joined, [Fraction(1)]
         frame, listed = joined.frame(), list[Duplicates]()
+        frame, near_groups, grouped = self._grouped(frame)
         if settings.dedup == "image":
             frame, _ = self._deduplicated(frame, listed)
-        groups = self._near_groups(frame)
-        keys = None if groups is None else groups.keys
-        if groups is not None and settings.dedup == "near":
-            frame, keys = self._deduplicated(frame, listed, groups)  # one picture of each, and those of dedup_keep
-        elif groups is not None:
-            listed.append(Duplicates.that_stay(joined, frame, groups.keys, groups.not_compared))
+        if near_groups is None or settings.dedup == "image":
+            near_groups = self._near_groups(frame)
+        keys = None if near_groups is None else near_groups.keys
+        if near_groups is not None and settings.dedup == "near":
+            frame, keys = self._deduplicated(frame, listed, near_groups)  # one picture of each, and those of dedup_keep
+        elif near_groups is not None:
+            listed.append(Duplicates.that_stay(joined, frame, near_groups.keys, near_groups.not_compared))
         if settings.dedup_keep and settings.dedup == "none":
             joined.notes.append("bucket.dedup_keep has no effect, since bucket.dedup=none leaves nothing out")
         distance = None if keys is None else near.DISTANCE
-        frame, heldout = self._held_out(frame, keys, distance)
+        count = len(frame)
+        frame, heldout = self._held_out(frame, keys if grouped is None else frame.group, distance)
+        if grouped is not None:
+            grouped["heldout_samples"] = count - len(frame)
+            grouped["heldout_share"] = (count - len(frame)) / max(1, count)
         if settings.subset is not None:
             frame, pictures = selection.subset(joined, frame, settings.subset, self.earlier)
             if pictures < settings.subset:
@@ -134,17 +145,30 @@ class _Maker:
             frame, visits = self._balanced(settings.balance, frame)
         made = self._assembled(joined, frame, "train", distance, visits)
         clusters = _clusters(joined, frame, visits)
-        return replace(made, balance=clusters, duplicates=listed, leaked=self._leaked(frame)), heldout
+        return replace(made, balance=clusters, duplicates=listed, leaked=self._leaked(frame), groups=grouped), heldout
+
+    def _grouped(self, frame: Frame) -> tuple[Frame, near_samples.NearGroups | None, dict[str, Any] | None]:
+        """The samples with the keys of `bucket.group`'s sets, near-duplicates, and the report on the sets. Samples that
+        `dedup` leaves out afterwards join sets, too."""
+        if self.values is None:
+            return frame, None, None
+        if not self.settings.heldout:
+            self.joined.notes.append(f"{groups.OPTION} has no effect, since bucket.heldout=0 holds nothing out")
+            return frame, None, None
+        near_groups = self._near_groups(frame)
+        keys, report = groups.united(self.joined, frame, self.values, None if near_groups is None else near_groups.keys)
+        return replace(frame, group=keys), near_groups, report
 
     def _deduplicated(
-        self, frame: Frame, listed: list[Duplicates], groups: near_samples.NearGroups | None = None
+        self, frame: Frame, listed: list[Duplicates], near_groups: near_samples.NearGroups | None = None
     ) -> tuple[Frame, np.ndarray | None]:
         """Leave out equal files, or near-duplicates; returns what stays, and keys of groups that a held-out part takes
         whole."""
         settings, joined = self.settings, self.joined
         keys, better, flat = None, None, None
-        if groups is not None:
-            keys, better, flat = groups.keys, selection.larger(frame, self.inputs.records), groups.not_compared
+        if near_groups is not None:
+            keys, better = near_groups.keys, selection.larger(frame, self.inputs.records)
+            flat = near_groups.not_compared
         names = Named.of(settings.dedup_keep, self.inputs.scans)
         kept, pictures = names.rows(joined, frame) if settings.dedup_keep else (None, {})
         missing = [name for name in settings.dedup_keep if name not in pictures]
@@ -221,7 +245,7 @@ class _Maker:
         policies = Policies(
             small="carry" if heldout else settings.remainder,
             pad_text_multiple=PAD_TEXT_MULTIPLE,
-            heldout=HeldOut(settings.heldout, side, distance) if settings.heldout else None,
+            heldout=HeldOut(settings.heldout, side, distance, settings.group) if settings.heldout else None,
         )
         assembled = assemble(
             joined,

@@ -54,7 +54,7 @@ def groups(hashed: np.ndarray, distance: int, report: Report = lambda done, tota
     if not len(rows):
         return result
     unique, member = _unique(hashed, rows)
-    forest = _Forest(len(unique))
+    forest = Forest(len(unique))
     _Search(unique, distance, forest).run(report)
     member = forest.roots(np.arange(len(unique)))[member]
     smallest = np.full(len(unique), len(hashed))
@@ -113,7 +113,7 @@ def _unique(hashed: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return words[new], member
 
 
-class _Forest:
+class Forest:
     """Disjoint sets of 0 .. count - 1; the root of a set is its smallest member."""
 
     def __init__(self, count: int):
@@ -167,7 +167,7 @@ class _Search:
     with fixed bits inverted, so it is in the range of another prefix.
     """
 
-    def __init__(self, unique: np.ndarray, distance: int, forest: _Forest):
+    def __init__(self, unique: np.ndarray, distance: int, forest: Forest):
         halves = np.ascontiguousarray(unique[:, :WORDS]).view(np.uint64)
         self._halves, self._distance, self._forest = halves, distance, forest
         self._colours = unique[:, WORDS:].reshape(-1, 2, VIEW_COLOURS)

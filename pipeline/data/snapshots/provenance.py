@@ -72,7 +72,8 @@ def lines(made: dict[str, Any]) -> Iterator[str]:
     for kind, encoding in made["encodings"].items():
         yield f"  {kind}: encoding {encoding}"
     if held_out := made["policies"].get("heldout"):
-        yield f"  held out: {held_out['share']:g} of the pictures; this is the side {held_out['side']}"
+        whole = f", by whole groups of {held_out['group']}" if "group" in held_out else ""
+        yield escaped(f"  held out: {held_out['share']:g} of the pictures{whole}; this is the side {held_out['side']}")
     for reason, items in made["left_out"].items():
         yield escaped(f"  left out: {items} items: {reason}")
     yield f"  to make it again: {made['command']}"

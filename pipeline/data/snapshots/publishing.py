@@ -56,6 +56,7 @@ def publish(
         "steps_per_epoch": sum(float(row.steps) for row in rows),
         "buckets": [{**asdict(row), "steps": float(row.steps), "crop": float(row.crop)} for row in rows],
         "sources": dict(zip(sources, counts.tolist(), strict=True)),
+        "mixture": [asdict(source) for source in made.assembled.mixture],
         "left_out": [
             {
                 "reason": reason,
@@ -72,6 +73,7 @@ def publish(
         ],
         "leaked": made.leaked,
         "balance": made.balance,
+        "groups": made.groups,
     }
 
 

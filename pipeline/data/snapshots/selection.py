@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from sana_pipe.data.cache.arrow import batches
 from sana_pipe.data.cache.keys import SortedKeys, halves, of_halves
 from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.images import buckets
 from sana_pipe.data.snapshots import filters
 from sana_pipe.data.snapshots.duplicates import Duplicates
 from sana_pipe.data.snapshots.filters import Filter
@@ -26,17 +27,29 @@ from sana_pipe.data.snapshots.join import EncodedRecords, Joined
 
 
 def filtered(
-    joined: Joined, scans: dict[str, pa.Table], common: Filter | None, by_source: dict[str, Filter]
+    joined: Joined,
+    scans: dict[str, pa.Table],
+    common: Filter | None,
+    by_source: dict[str, Filter],
+    tables: Sequence[Sequence[buckets.Shape]] = (),
 ) -> dict[str, pa.Table]:
     """The items that satisfy the common filter and that of their source.
 
     Args:
         scans: usable items by source.
+        tables: bucket tables of the snapshot.
 
     Raises:
         UserError: a filter names a column that no item has (for a source's own filter: no item of that source), or
-            compares a column with a value of another type.
+            compares a column with a value of another type, or a column that depends on the bucket where there are
+            several bucket tables.
     """
+    for rule in (*by_source.values(), *([] if common is None else [common])):
+        if (named := filters.of_bucket(rule.paths)) and len(tables) != 1:
+            raise rule.wrong(
+                f"names {', '.join(named)}, and a picture has a bucket at each of {len(tables)} resolutions",
+                fix="data.max_crop_loss, data.max_upscale and data.min_side judge it at each of bucket.resolutions",
+            )
     rules = {source: [rule for rule in (common, by_source.get(source)) if rule is not None] for source in scans}
     metadata = {
         source: filters.Metadata(
@@ -64,8 +77,9 @@ def filtered(
         here = {path: "DOUBLE" for rule in rules[source] for path in rule.paths} | elsewhere | types[source]
         for batch in batches(scan) if len(scan) else [scan]:
             keep = np.ones(len(batch), bool)
+            fitted = filters.with_bucket(batch, tables[0]) if filters.of_bucket(here) else batch
             for rule, (true, unknown) in zip(
-                rules[source], filters.select(rules[source], batch, source, here), strict=True
+                rules[source], filters.select(rules[source], fitted, source, here), strict=True
             ):
                 _count_rejected(joined, rule, keep & ~true, unknown)
                 keep &= true

@@ -30,7 +30,7 @@ from sana_pipe.data.signals.latent import LatentEncoding
 from sana_pipe.data.signals.phash import ANEW, HashEncoding
 from sana_pipe.data.signals.text import TextEncoding
 from sana_pipe.data.snapshots import near, near_samples
-from sana_pipe.data.snapshots.assemble import epoch_steps
+from sana_pipe.data.snapshots.assemble import SourceShare, epoch_steps, mixture
 from sana_pipe.data.sources.reject_kinds import EXAMPLES, kind
 from sana_pipe.tools.reporting.controls_and_masks import ControlsAndMasks, controls_and_masks
 from sana_pipe.tools.reporting.json_values import INLINE
@@ -217,12 +217,23 @@ class NewSamples:
 
 
 @dataclass(frozen=True)
+class HeldOutFigures:
+    """The rule of the held-out part, as of `cache.snapshot_head.HeldOut`."""
+
+    share: float
+    side: str
+    group: str | None
+
+
+@dataclass(frozen=True)
 class SnapshotFigures:
     """All numbers of a snapshot.
 
     Attributes:
         crop: None, with the reason in `crop_missing`, where a scan is missing.
         sources: samples by source.
+        mixture: weight, visits and share of each source.
+        heldout: None: nothing was held out.
         controls_and_masks: None without any.
         not_compared: a sentence about pictures that were not looked at for `alike`.
         new: None without an earlier snapshot.
@@ -239,6 +250,8 @@ class SnapshotFigures:
     crop: CropFigures | None
     crop_missing: str | None
     sources: dict[str, int]
+    mixture: list[SourceShare]
+    heldout: HeldOutFigures | None
     captions: CaptionFigures
     duplicates: Duplicates
     controls_and_masks: ControlsAndMasks | None
@@ -275,6 +288,8 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> SnapshotFigures:
         crop=crop,
         crop_missing=missing,
         sources=dict(sorted(_counts(names.column("source")).items(), key=lambda pair: (-pair[1], pair[0]))),
+        mixture=_mixture(snapshot, names),
+        heldout=None if (rule := head.policies.heldout) is None else HeldOutFigures(rule.share, rule.side, rule.group),
         captions=_captions(snapshot, samples.column("captions")),
         duplicates=Duplicates(
             pictures=_repeated(picture_keys(samples, LatentEncoding.kind)), captions=_repeated(fixed(caption_keys))
@@ -293,14 +308,33 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> SnapshotFigures:
     )
 
 
-def _visits(snapshot: Snapshot) -> list[Visits]:
-    """The samples by their visits per epoch, the most first; [] where all have one."""
-    ranges: dict[Fraction, list[np.ndarray]] = {}
+def _mixture(snapshot: Snapshot, names: pa.Table) -> list[SourceShare]:
+    """The sources, with the weights that the head says."""
+    samples: dict[str, dict[Fraction, int]] = {}
+    for weight, start, count in _parts(snapshot):
+        for source, some in _counts(names.column("source").slice(start, count)).items():
+            of = samples.setdefault(source, {})
+            of[weight] = of.get(weight, 0) + some
+    options = snapshot.head.options
+    given = None if options is None else dict(options.get("bucket", {})).get("sources", {})
+    weights = None if given is None else {name: Fraction(str(each.get("weight", 1))) for name, each in given.items()}
+    return mixture(samples, weights)
+
+
+def _parts(snapshot: Snapshot) -> Iterator[tuple[Fraction, int, int]]:
+    """The parts of all buckets: visits of a sample per epoch, first row, samples."""
     first = 0
     for bucket in snapshot.buckets:
         for part in bucket.parts or (BucketPart(bucket.samples, Fraction(1)),):
-            ranges.setdefault(part.weight, []).append(np.arange(first, first + part.samples))
+            yield part.weight, first, part.samples
             first += part.samples
+
+
+def _visits(snapshot: Snapshot) -> list[Visits]:
+    """The samples by their visits per epoch, the most first; [] where all have one."""
+    ranges: dict[Fraction, list[np.ndarray]] = {}
+    for weight, start, count in _parts(snapshot):
+        ranges.setdefault(weight, []).append(np.arange(start, start + count))
     rows = {weight: np.concatenate(ranges[weight]) for weight in sorted(ranges, reverse=True)}
     visits = sum((weight * len(some) for weight, some in rows.items()), Fraction(0))
     return [

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from sana_pipe.base.amounts import amount
+from sana_pipe.data.snapshots.assemble import SourceShare
 from sana_pipe.tools.reporting import run_plots
 from sana_pipe.tools.reporting.adapter_figures import AdapterProblem
 from sana_pipe.tools.reporting.blocks import Block, Card, Column, Heading, Table, count, number, share, size
@@ -103,6 +104,9 @@ def _snapshot(data: SnapshotFigures) -> Iterator[Block]:
         f"{data.samples:,} samples in {len(data.buckets)} buckets, {data.steps_per_epoch:,.2f} optimizer "
         "steps per epoch" + (", packed" if data.packed else "")
     )
+    if (rule := data.heldout) is not None:
+        whole = "" if rule.group is None else f", by whole groups of {rule.group}"
+        yield f"Held out: {rule.share:g} of the pictures{whole}; this is the side {rule.side}"
 
 
 def _buckets(data: SnapshotFigures) -> Iterator[Block]:
@@ -150,10 +154,9 @@ def _controls_and_masks(data: SnapshotFigures) -> Iterator[Block]:
 
 
 class _Source(NamedTuple):
-    """A source: its samples in the snapshot, and its counts in the cache."""
+    """A source: what it is of the snapshot, and its counts in the cache."""
 
-    name: str
-    samples: int
+    of: SourceShare
     counts: dict[str, Any]
 
 
@@ -162,13 +165,15 @@ def _sources(figures: Figures) -> Iterator[Block]:
         return
     in_cache = figures.cache["sources"]
     columns: list[Column[_Source]] = [
-        Column("source", lambda source: source.name),
-        Column("samples", lambda source: source.samples, count),
+        Column("source", lambda source: source.of.source),
+        Column("samples", lambda source: source.of.samples, count),
+        Column("weight", lambda source: source.of.weight, "{:g}".format),
+        Column("visits an epoch", lambda source: source.of.visits, "{:,.2f}".format),
+        Column("share of visits", lambda source: source.of.share, share),
         Column("items in the cache", lambda source: source.counts.get("items"), count),
         Column("rejected by the scan", lambda source: source.counts.get("rejected"), count),
     ]
-    counts = figures.snapshot.sources.items()
-    yield Table(columns, [_Source(name, samples, in_cache.get(name, {})) for name, samples in counts])
+    yield Table(columns, [_Source(each, in_cache.get(each.source, {})) for each in figures.snapshot.mixture])
 
 
 def _captions(data: SnapshotFigures) -> Iterator[Block]:
