@@ -655,16 +655,35 @@ def pull(config: Config, origin: str, snapshot: str | None, name: str | None, mo
     return stage.run(config, origin, snapshot, name, move, as_json)
 
 
-@cli.command(examples=["sana-pipe forget --source photos", "sana-pipe forget --snapshot round1"])
+@cli.command(
+    examples=[
+        "sana-pipe forget --source photos",
+        "sana-pipe forget --snapshot round1",
+        "sana-pipe forget --item 'photos: 2019/beach.jpg' --item 0042.jpg",
+        "sana-pipe forget --check",
+    ]
+)
 @_configured
 @click.option("--source", metavar="NAME", help="A source that `bucket` shall not use any more. Its records stay.")
 @click.option("--snapshot", metavar="NAME", help="A name of a snapshot (also trained-ID); not `latest`.")
 @click.option("--prompts", "prompt_set", metavar="NAME", help="A prompt set of `encode --prompts`. Its records stay.")
-def forget(config: Config, **what: str | None) -> Any:
-    """Forget a source, the name of a snapshot or a prompt set. Removes no records; `gc` does, where nothing else needs
-    them."""
-    if sum(name is not None for name in what.values()) != 1:
-        raise click.UsageError("give either --source, --snapshot or --prompts")
+@click.option(
+    "--item",
+    "items",
+    multiple=True,
+    metavar="NAME",
+    help="A picture that must go, with all that was made of it; `SOURCE: NAME` where sources share it. Repeatable.",
+)
+@click.option("--digests", metavar="FILE", help="The same for the pictures whose digests are the lines of FILE.")
+@click.option(
+    "--check", is_flag=True, help="End what was stopped, and look for anything that is left of such pictures."
+)
+def forget(config: Config, **what: Any) -> Any:
+    """Forget a source, the name of a snapshot or a prompt set: `gc` then removes what nothing else needs. Or take
+    pictures out: --item removes their records at once, makes the snapshots again, and keeps them out."""
+    names = ("source", "snapshot", "prompt_set")
+    if sum(map(bool, (*(what[name] for name in names), what["items"] or what["digests"], what["check"]))) != 1:
+        raise click.UsageError("give either --source, --snapshot, --prompts, --item and --digests, or --check")
     from sana_pipe.stages import forget as stage
 
     return stage.run(config, **what)

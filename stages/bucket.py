@@ -17,7 +17,7 @@ from sana_pipe.base.amounts import amount
 from sana_pipe.base.config import setting
 from sana_pipe.base.errors import CacheError, escaped
 from sana_pipe.config import Config
-from sana_pipe.data.cache import copies
+from sana_pipe.data.cache import copies, withdrawn
 from sana_pipe.data.cache.cache import Cache, check_snapshot_name
 from sana_pipe.data.signals import Encoders
 from sana_pipe.data.snapshots.inputs import PLACES, Inputs, open_caches, read_inputs
@@ -73,6 +73,7 @@ def run(
     cache = caches[0]
     if not dry_run:
         copies.repair_all(cache.files)
+        withdrawn.check_finished(cache)
     inputs = read_inputs(caches, settings, config.data, Encoders(config.vae, config.text), config.encode)
     _note_lacking(inputs)
     report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}

@@ -24,7 +24,7 @@ from sana_pipe.base.amounts import amount
 from sana_pipe.base.errors import IntegrityError, NoSpaceError, UserError
 from sana_pipe.config import Config
 from sana_pipe.data import signals
-from sana_pipe.data.cache import copies, layout
+from sana_pipe.data.cache import copies, layout, withdrawn
 from sana_pipe.data.cache import prompts as prompt_sets
 from sana_pipe.data.cache.cache import Cache, WorkList
 from sana_pipe.data.cache.encodings import CaptionEncoding, Encoding, caption_of
@@ -283,6 +283,7 @@ def _run_prompts(
     text = TextEncoding.wanted(signals.Encoders(config.vae, config.text), config.data, config.encode)
     cache = cache_location(config).open(create=True)
     copies.repair_all(cache.files)
+    withdrawn.check_finished(cache)
     cache.files.sweep()
     cache.add_encoding(text)
     worker = Worker(claims.Claims(cache.files), stop, *share)
@@ -346,6 +347,7 @@ def _run(
     table = surveying.bucket_table(config.data, encodings)
     cache = cache_location(config).open(create=True)
     copies.repair_all(cache.files)
+    withdrawn.check_finished(cache)
     encodings = surveying.with_stored_decoder(cache, encodings, config.data.decoder)
     cache.files.sweep()
     for encoding in encodings:

@@ -8,6 +8,7 @@ import click
 
 from sana_pipe.base.amounts import amount
 from sana_pipe.config import Config
+from sana_pipe.data.cache import withdrawn
 from sana_pipe.data.cache.garbage import remove, unneeded
 from sana_pipe.tools.locations import cache_location
 
@@ -23,9 +24,11 @@ def run(config: Config, yes: bool = False, older_than_hours: float = 48, as_json
         0.
 
     Raises:
+        CacheError: pictures are being taken out of the cache.
         IntegrityError: documents and shards contradict one another, so it is unknown what is needed.
     """
     cache = cache_location(config).open()
+    withdrawn.check_finished(cache)
     age, now = older_than_hours * 3600, cache.files.now()
     listed = list(unneeded(cache, age, now))
     entries = remove(cache, listed, age, now) if yes else listed

@@ -14,7 +14,7 @@ import click
 from sana_pipe.base import launch
 from sana_pipe.base.amounts import amount
 from sana_pipe.config import Config
-from sana_pipe.data.cache import copies, index
+from sana_pipe.data.cache import copies, index, withdrawn
 from sana_pipe.data.cache.cache import check_snapshot_name, name_taken
 from sana_pipe.data.cache.snapshot_head import Head
 from sana_pipe.data.snapshots import heldout, packing
@@ -59,6 +59,7 @@ def run(
     stop = Stop()
     cache = cache_location(config).open()
     copies.repair_all(cache.files)
+    withdrawn.check_finished(cache)
     source = cache.open_snapshot(snapshot)
     source_name = snapshot if snapshot is not None and cache.snapshot_of(snapshot) else source.id[:12]
     name = name if name is not None else f"{source_name[:85]}.packed"

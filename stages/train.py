@@ -7,7 +7,9 @@ Price: a snapshot must exist; `sana-pipe encode` and `sana-pipe bucket` make it.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ from sana_pipe.base.errors import ConfigError
 from sana_pipe.base.launch import Launch, check_compiler, detect, resolve_device
 from sana_pipe.base.processes import follow_with
 from sana_pipe.config import Config, reads, written
+from sana_pipe.data.cache import readers
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.prompts import PromptSet
 from sana_pipe.data.cache.snapshot import Snapshot
@@ -134,15 +137,24 @@ def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
         shape = partial(architecture_of, config.model, context.task.sample_size)
         return expect(config.train, shape, data, device, launch, context.log)
 
-    given = replace(
-        training_task(config, inputs, launch, call.quarantine),
-        expect=predicted,
-        accepted=partial(opening.keep, cache, inputs),
-    )
-    report = fit(config.train, given, launch, resume=call.resume, origin=call.origin, log=log)
+    with ExitStack() as reading:
+        given = replace(
+            training_task(config, inputs, launch, call.quarantine),
+            expect=predicted,
+            accepted=partial(_accepted, config, cache, inputs, reading),
+        )
+        report = fit(config.train, given, launch, resume=call.resume, origin=call.origin, log=log)
     if launch.is_main and report.stopped_by is None and report.checkpoint is not None:
         _summarize(report.checkpoint, opened, log)
     return report
+
+
+def _accepted(config: Config, cache: Cache, inputs: Inputs, reading: ExitStack) -> None:
+    """Name the snapshots of an accepted run and say that it reads them, until `reading` ends. On the first process."""
+    run, host = str(Path(config.train.output).resolve()), platform.node()
+    opening.keep(cache, inputs, run, host)
+    snapshots = [each.id for each in (inputs.snapshot, inputs.heldout, inputs.old_heldout) if each is not None]
+    reading.enter_context(readers.reading(cache, snapshots, run, host))
 
 
 def open_inputs(

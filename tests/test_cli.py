@@ -676,8 +676,10 @@ def test_the_table_names_the_codes_that_a_command_can_give() -> None:
         10: ("sana_pipe.train.training.lock", "RunTaken"),
     }
     # export and sample read checkpoints with the module that also writes them, under the run's lock; inspect and report
-    # print what is wrong with one
-    apart = {(10, "export"), (10, "sample")} | {(code, name) for code in (7, 10) for name in ("inspect", "report")}
+    # print what is wrong with one, and forget lists them
+    apart = {(10, "export"), (10, "sample")} | {
+        (code, name) for code in (7, 10) for name in ("inspect", "report", "forget")
+    }
     for name in (
         "encode",
         "bucket",

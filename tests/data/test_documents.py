@@ -22,7 +22,7 @@ import sana_pipe.stages.status
 import sana_pipe.stages.verify
 from sana_pipe.base.errors import IntegrityError, UserError
 from sana_pipe.config import Config, load
-from sana_pipe.data.cache import audit, copies, garbage, index, layout, prompts
+from sana_pipe.data.cache import audit, copies, garbage, index, layout, prompts, withdrawn
 from sana_pipe.data.cache.cache import Cache, Unit, Units, WorkList
 from sana_pipe.data.cache.contradictions import contradictions
 from sana_pipe.data.cache.encodings import Encoding
@@ -97,12 +97,13 @@ def last(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 @pytest.fixture
 def config(small_cache_copy: Path, make_config: Callable[..., Config], tmp_path: Path) -> Config:
-    """Of a copy of the small cache, as after `gc`, with a prompt set."""
+    """Of a copy of the small cache, as after `gc`, with a prompt set and a withdrawn picture."""
     lose(small_cache_copy, "units/**/*.json")
     cache = Cache(small_cache_copy)
     encoding = cache.open_snapshot().encoding(TextEncoding)
     keys = [key.tobytes() for key in cache.index(encoding.name).keys[:2]]
     assert prompts.publish(cache, "prompts", encoding, ["one", "two"], keys)
+    withdrawn.begin(cache, withdrawn.Takedown((layout.digest("a picture").hex(),), {}, done=True))
     return make_config(tmp_path)
 
 
@@ -211,14 +212,16 @@ def test_a_document_in_the_place_of_another_is_damage(config: Config) -> None:
 def test_what_is_lost_with_its_copy_is_named_and_encode_and_bucket_make_it_again(
     config: Config, photos: Path, how: str, folder: str
 ) -> None:
-    """A lost scan or prompt set looks as if it had never been; a name that is set on purpose is not needed here."""
+    """A lost scan, prompt set or takedown looks as if it had never been; a name that was given is not needed here."""
     root = Path(config.cache)
     for name in (name for name in documents(root) if name.startswith(folder)):
         for place in (name, Paths.copy(name)):
             HARM[how](root / place)
     if folder != Paths.FORMAT:
         assert sana_pipe.stages.status.run(config) in (0, 1, 4)
-        assert sana_pipe.stages.verify.run(config) == 4 or (how == "lost" and folder in ("sources", "prompts"))
+        assert sana_pipe.stages.verify.run(config) == 4 or (
+            how == "lost" and folder in ("sources", "prompts", "withdrawn")
+        )
         sana_pipe.stages.verify.run(config, repair=True)
     sana_pipe.stages.encode.run(config, data=str(photos))
     sana_pipe.stages.bucket.run(config)

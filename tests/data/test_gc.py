@@ -882,7 +882,7 @@ def test_a_snapshot_without_a_name_is_not_trained_on_where_none_can_be_written(
 def test_everything_that_a_run_reads_is_kept(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     head, kept = cache.open_snapshot().head, list[str]()
     ids = [cache.add_snapshot(replace(head, left_out={"a reason": number}), None) for number in range(3)]
-    monkeypatch.setattr(Cache, "keep", lambda _, snapshot: kept.append(snapshot))
+    monkeypatch.setattr(Cache, "keep", lambda _, snapshot, *run: kept.append(snapshot))
     monkeypatch.setattr(opening.heldout, "check_disjoint", lambda *_: None)
     trained, *heldout = map(cache.open_snapshot, ids)
     opening.keep(cache, Inputs(trained, 64, *heldout))

@@ -338,6 +338,25 @@ def payload(reader: shard.ShardReader, encoding: str, name: str, row: dict[str, 
     return into
 
 
+def copy_record(writer: shard.ShardWriter, reader: shard.ShardReader, name: str, row: dict[str, Any]) -> None:
+    """Add a record of another shard of the encoding, verified, with the same bytes.
+
+    Args:
+        name: of that shard. row: of its record table.
+
+    Raises:
+        IntegrityError: it is damaged.
+    """
+    array = payload(reader, writer.encoding.name, name, row)
+    stored = bytes(reader.stored(name, row["offset"], row["key"], row["checksum"], row["length"]))
+    caption = None
+    if "caption_offset" in row:
+        where = (row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
+        caption = reader.caption(name, *where)
+    # Stored bytes are copied: compressing a lossy record again would change it.
+    writer.add(row["key"], array, caption=caption, valid=row.get("valid"), stored=stored)
+
+
 # ---------------------------------------------------------------- snapshots
 
 

@@ -476,8 +476,12 @@ class Cache:
                 raise IntegrityError(f"{self.files.where(where)}: is missing", fix="sana-pipe bucket")
             self.append(Paths.names(name), {"name": name, "snapshot": snapshot_id})
 
-    def keep(self, snapshot_id: str) -> None:
+    def keep(self, snapshot_id: str, run: str = "", host: str = "") -> None:
         """Name a snapshot that is being trained on `trained-ID`, so that `gc` spares it until the name is forgotten.
+        The documents of the name say which runs had it.
+
+        Args:
+            run: the folder of the run. host: the name of its machine. "": not said.
 
         Raises:
             CacheError: the name cannot be written, and no other permanent name points to the snapshot: gc on a machine
@@ -486,6 +490,10 @@ class Cache:
         name = f"trained-{snapshot_id[:16]}"
         try:
             self.point(name, snapshot_id)
+            documents = [Paths.numbered(Paths.names(name), n) for n in self.files.numbers(Paths.names(name))]
+            known = {(body.get("run"), body.get("host")) for body in self.files.documents(documents)}
+            if run and (run, host) not in known:
+                self.append(Paths.names(name), {"name": name, "snapshot": snapshot_id, "run": run, "host": host})
         except CacheError as error:
             if not set(self.names_of(snapshot_id)) - set(MOVING):
                 raise CacheError(

@@ -40,7 +40,8 @@ def contradictions(cache: Cache) -> Iterator[Finding]:
     yield from unreadable
     yield from _snapshot_contradictions(cache)
     prompts = map(Paths.prompts, cache.files.folders("prompts"))
-    for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names()), *prompts):
+    every = (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names()), *prompts, Paths.WITHDRAWN)
+    for folder in every:
         yield from _gap(cache, folder)
     files, encodings = cache.files, set(encoding_names(cache))
     for owner in sorted({*owners(cache), *files.folders("shards"), *encodings}):

@@ -344,6 +344,12 @@ class Files:
         written and synced file of `temporary`."""
         self.store.replace(name, data)
 
+    def replace_document(self, name: str, data: bytes) -> None:
+        """Write a document that another state takes the place of, and its copy. The copy comes first: a process that is
+        killed in between has the old document, and begins again."""
+        for path in (Paths.copy(name), name):
+            self.store.replace(path, data)
+
     def remove(self, name: str) -> None:
         """Remove a file, if it exists, and its copy. Only for files that readers ignore (claims) or that are unused."""
         if layout.has_copy(name):
@@ -381,7 +387,21 @@ class Files:
         removed = self.store.remove(name, before)
         if removed and layout.has_copy(name):
             self.store.remove(Paths.copy(name))
+        if removed and self._mirror and name.startswith(("shards/", "tables/")):
+            self._mirror.drop(name)
         return removed
+
+    def drop_mirrored(self) -> int:
+        """Remove the local copies of objects that the store does not have any more. Returns how many."""
+        if self._mirror is None:
+            return 0
+        there = {
+            PurePosixPath(name).name for top in ("shards", "tables", "copies/tables") for name in self.names_below(top)
+        }
+        gone = [path.name for _, _, path in self._mirror.list_copies() if path.name not in there]
+        for name in gone:
+            self._mirror.drop(name)
+        return len(gone)
 
     # ------------------------------------------------------------ numbered documents
 

@@ -26,7 +26,7 @@ PACKED = "packed-"
 """Prefix of the names of packs, which take the place of encoding names in `shards/`, `plans/`, `units/`, `claims/`."""
 
 
-DOCUMENTS = ("encodings", "sources", "plans", "units", "segments", "snapshots", "names", "prompts")
+DOCUMENTS = ("encodings", "sources", "plans", "units", "segments", "snapshots", "names", "prompts", "withdrawn")
 """Folders of documents from which everything else follows. Each document is stored twice (`Paths.copy`)."""
 
 
@@ -100,6 +100,8 @@ REPAIR = "sana-pipe verify --repair"
 
 
 ENCODE, BUCKET, PROMPTS = "sana-pipe encode --data DIR", "sana-pipe bucket", "sana-pipe encode --prompts FILE"
+FORGET = "sana-pipe forget --check"
+"""The command that ends a takedown that was stopped, and looks for what is left of withdrawn pictures."""
 
 
 def way_out(name: str) -> str:
@@ -108,7 +110,9 @@ def way_out(name: str) -> str:
     if rest.startswith(PACKED):
         return f"{BUCKET} --pack"
     snapshot = f"{BUCKET} --name NAME --move, with the settings that it was made with"
-    return {"snapshots": snapshot, "names": BUCKET, "prompts": PROMPTS}.get(folder, ENCODE)
+    withdrawn = "sana-pipe forget --digests FILE, with the digests of the pictures that were taken out"
+    others = {"snapshots": snapshot, "names": BUCKET, "prompts": PROMPTS, "withdrawn": withdrawn}
+    return others.get(folder, ENCODE)
 
 
 def is_document(name: str) -> bool:
@@ -136,6 +140,7 @@ _ALWAYS = {
     "segments": ("table", "commits"),
     "names": ("snapshot",),
     "prompts": ("text", "prompts", "rows"),
+    "withdrawn": ("digests", "keys", "done"),
 }
 """Keys that each document of a folder has, or the document of this name."""
 
@@ -198,6 +203,7 @@ class Paths:
     """Every path of a cache, relative to its root, with forward slashes."""
 
     FORMAT = "format.json"
+    WITHDRAWN = "withdrawn"
 
     @staticmethod
     def copy(name: str) -> str:

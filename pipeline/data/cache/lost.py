@@ -32,7 +32,8 @@ def repair_documents(cache: Cache) -> set[str]:
         files.set_aside(name)
     lost = {*names, *_set_aside_without_table(cache)}
     prompts = map(Paths.prompts, files.folders("prompts"))
-    for folder in (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names()), *prompts):
+    every = (*map(Paths.scans, cache.sources()), *map(Paths.names, cache.snapshot_names()), *prompts, Paths.WITHDRAWN)
+    for folder in every:
         lost.difference_update(_fill_gaps(cache, folder))
     for owner in owners(cache):
         lost.update(_set_aside_without_plan(cache, owner))

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from sana_pipe.base.config import setting
 from sana_pipe.base.disk import cache_errors
 from sana_pipe.base.errors import RejectRateError
+from sana_pipe.data.cache import withdrawn
 from sana_pipe.data.cache.arrow import batches
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.encodings import Encoding
@@ -54,9 +55,24 @@ class Rejects:
 
 
 def faults(table: pa.Table) -> int:
-    """Rejects of a scan that no setting asked for: a row with a width was left out by a setting."""
+    """Rejects of a scan that nobody asked for: a row with a width was left out by a setting, others by `forget`."""
     rows = batches(table.select(["width", "reject"]))
-    return sum(some.filter(pc.is_valid(some.column("reject"))).column("width").null_count for some in rows)
+    asked = pa.array([withdrawn.REASON])
+    kinds = ((some.filter(pc.is_valid(some.column("reject")))) for some in rows)
+    return sum(
+        some.filter(pc.invert(pc.is_in(some.column("reject"), value_set=asked))).column("width").null_count
+        for some in kinds
+    )
+
+
+def withdrawn_notes(table: pa.Table) -> list[str]:
+    """Say which items of a scan were met again whose pictures `forget` took out of the cache."""
+    rows = (some.filter(pc.equal(some.column("reject"), withdrawn.REASON)) for some in batches(table))
+    items = [item for some in rows for item in some.column("item").to_pylist()]
+    if not items:
+        return []
+    names = reject_kinds.examples(items[: reject_kinds.EXAMPLES], len(items))
+    return [f"{len(items)} items were met again that sana-pipe forget took out of the cache; they stay out: {names}"]
 
 
 def of_units(cache: Cache, encoding: Encoding, work_of: Callable[[Iterable[str]], pa.Table]) -> list[RecordReject]:

@@ -175,14 +175,7 @@ def _restored(
                 record = made[row["key"]]
                 writer.add(record.key, record.array, caption=record.caption, valid=record.valid)
                 continue
-            array = audit.payload(reader, encoding.name, commit.shard, row)
-            where_stored = (commit.shard, row["offset"], row["key"], row["checksum"], row["length"])
-            caption = None
-            if "caption_offset" in row:
-                where = (row["caption_offset"], row["caption_length"], row["key"], row["caption_checksum"])
-                caption = reader.caption(commit.shard, *where)
-            stored = bytes(reader.stored(*where_stored))  # unchanged: compressing a lossy record again would change it
-            writer.add(row["key"], array, caption=caption, valid=row.get("valid"), stored=stored)
+            audit.copy_record(writer, reader, commit.shard, row)
         digest, _, _ = writer.finish(only=commit.shard)
     return digest == commit.shard
 

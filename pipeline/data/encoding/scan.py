@@ -27,6 +27,7 @@ from sana_pipe.data.cache.keys import binary, fixed, is_first, sample_ids
 from sana_pipe.data.cache.layout import Paths
 from sana_pipe.data.cache.scan_table import SCAN
 from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.cache.withdrawn import withdrawn
 from sana_pipe.data.encoding import scan_rows
 from sana_pipe.data.encoding.fragments import Fragments, Rows, ScanSuperseded
 from sana_pipe.data.encoding.last_scan import LastScan, unchanged_row
@@ -83,7 +84,8 @@ def begin(
         look: examines a new picture.
         fragments: shares the work and makes it resumable; None: this process does everything, and writes nothing.
     """
-    settings = Settings(max_pixels, rehash, look, progress, lru_cache(1 << 16)(refuse))
+    gone = withdrawn(cache) if cache is not None else frozenset[bytes]()
+    settings = Settings(max_pixels, rehash, look, progress, lru_cache(1 << 16)(refuse), gone)
     source.scratch = cache.files.scratch if cache is not None else Scratch()
     pool = ThreadPoolExecutor(max(1, workers, PARALLEL_REQUESTS if source.is_remote else 1))
     try:
@@ -173,7 +175,8 @@ class Scan:
     @property
     def _decisive(self) -> tuple[str, ...]:
         """The settings that decide rows."""
-        return str(self.settings.max_pixels), str(self.settings.rehash)
+        gone = [digest.hex() for digest in sorted(self.settings.withdrawn)]
+        return str(self.settings.max_pixels), str(self.settings.rehash), *gone
 
     def table(self) -> pa.Table:
         """The table of the scan.

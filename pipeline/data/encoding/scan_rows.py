@@ -19,6 +19,7 @@ from sana_pipe.data.cache import layout, scan_table
 from sana_pipe.data.cache.arrow import ROWS, batches
 from sana_pipe.data.cache.encodings import Encoding
 from sana_pipe.data.cache.scan_table import SCAN
+from sana_pipe.data.cache.withdrawn import REASON
 from sana_pipe.data.encoders import imported
 from sana_pipe.data.encoding.last_scan import UNREADABLE, LastScan, RowsByItem, is_limited, unchanged_row
 from sana_pipe.data.images import decoding
@@ -122,6 +123,7 @@ class Settings:
     look: Look
     progress: Callable[[int, int | None], None]
     refuse: Callable[[int, int], str | None]
+    withdrawn: frozenset[bytes] = frozenset()
 
 
 @dataclass
@@ -186,7 +188,7 @@ class RowMaker:
         tables = []
         for row in mapped(self.pool, lambda entry: self._row(*entry, slice.stats), self._entries(slice), AHEAD):
             self._check()
-            row |= {"part": slice.part or None, "stamp": slice.stamp}
+            row = self._admitted(row) | {"part": slice.part or None, "stamp": slice.stamp}
             for column, values in columns.items():
                 values.append(row[column])
             self._reach(1)
@@ -224,6 +226,13 @@ class RowMaker:
         read |= self._controls_and_masks(item, read)
         read["size"] = stat[0]
         return _row(item.key, mtime_ns=stat[1], **listed, **read)
+
+    def _admitted(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row, or the reject of a withdrawn picture: of that the cache keeps the name and the digest alone."""
+        pictures = {row["digest"], *(one.get("digest") for one in row["pictures"] or ())}
+        if not pictures & self.settings.withdrawn:
+            return row
+        return _row(row["item"], reject=REASON, **{name: row[name] for name in ("size", "mtime_ns", "digest", "where")})
 
     def _controls_and_masks(self, item: Item, read: dict[str, Any]) -> dict[str, Any]:
         """The columns that an item's control pictures and masks decide. read: those of its own picture."""

@@ -215,7 +215,11 @@ def publish_scan(inputs: Inputs, table: pa.Table, work: WorkLists) -> SourcePlan
         reused={noun: reused for noun, (_, reused) in counts.items()},
         plans={encoding: len(plans) for encoding, plans in work.plans.items()},
         taken=taken.summary(data, text.normalisation),
-        fit=[*taken.remarks(data), *surveying.fit_notes(table, inputs.shapes, data)],
+        fit=[
+            *taken.remarks(data),
+            *surveying.fit_notes(table, inputs.shapes, data),
+            *rejecting.withdrawn_notes(table.select(["item", "reject"])),
+        ],
     )
 
 

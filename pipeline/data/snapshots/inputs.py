@@ -6,10 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow.compute as pc
+
 from sana_pipe.base.errors import CacheError, UserError
+from sana_pipe.data.cache import withdrawn
 from sana_pipe.data.cache.cache import Cache, CacheLocation
-from sana_pipe.data.cache.encodings import Encoding
+from sana_pipe.data.cache.encodings import Encoding, pictures_of
 from sana_pipe.data.cache.index import RecordIndex
+from sana_pipe.data.cache.keys import as_keys, binary
+from sana_pipe.data.cache.layout import Paths
 from sana_pipe.data.encoding.config import EncodeConfig
 from sana_pipe.data.images import buckets
 from sana_pipe.data.signals import Encoders, Signal
@@ -92,6 +97,7 @@ def read_inputs(
     used = {source: scan for source, scan in scans.items() if source not in unused}
     encodings, lacking = _encodings(used or scans)
     _check_settings(encodings, encoders, data, encode)
+    _check_withdrawn(caches, used or scans, encodings)
     factor = compression(encodings)
     resolutions, shapes = [], list[tuple[int, int]]()
     tables = [("", _sizes(used))] if are_imported(encodings) else buckets.resolutions(settings, data, factor)
@@ -165,6 +171,30 @@ def _encodings(scans: dict[str, Scan]) -> tuple[list[Encoding], dict[str, list[s
                 )
         chosen.append(first)
     return chosen, lacking
+
+
+def _check_withdrawn(caches: list[Cache], scans: dict[str, Scan], encodings: list[Encoding]) -> None:
+    """Refuse a cache that still has a picture that `forget` took out of the first one: it would come back.
+
+    Raises:
+        CacheError: names the cache.
+    """
+    takedowns = withdrawn.takedowns(caches[0]) if len(caches) > 1 else []
+    gone = binary(as_keys(sorted(bytes.fromhex(digest) for each in takedowns for digest in each.digests)))
+    for other in caches[1:] if takedowns else ():
+        keys = {one.name: as_keys([key for each in takedowns for key in each.keys_of(one.name)]) for one in encodings}
+        found = sum(int((other.index(one.name).find(keys[one.name]) >= 0).sum()) for one in pictures_of(encodings))
+        for scan in (scan for scan in scans.values() if scan.cache is other):
+            table = other.table(scan.table, ["digest", "reject"])
+            usable = table.filter(pc.is_null(table.column("reject")))
+            found += pc.sum(pc.is_in(usable.column("digest"), value_set=gone)).as_py() or 0
+        if found:
+            raise CacheError(
+                f"{other.location}: has pictures that were taken out of {caches[0].location}",
+                found=f"{found} records and rows",
+                fix="there, too: sana-pipe forget --digests FILE --set cache=DIR, with the digests of "
+                f"{caches[0].files.where(Paths.WITHDRAWN)}",
+            )
 
 
 def _check_settings(encodings: list[Encoding], encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> None:

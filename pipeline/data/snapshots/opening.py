@@ -13,6 +13,7 @@ import numpy as np
 
 from sana_pipe.base.errors import CacheError, ConfigError
 from sana_pipe.data.cache import prompts as prompt_sets
+from sana_pipe.data.cache import withdrawn
 from sana_pipe.data.cache.cache import CAPTIONS, Cache
 from sana_pipe.data.cache.prompts import PromptSet
 from sana_pipe.data.cache.snapshot import Snapshot
@@ -175,15 +176,17 @@ def preserved_rows(cache: Cache, snapshot: Snapshot, prompts: Sequence[str]) -> 
     return found
 
 
-def keep(cache: Cache, inputs: Inputs) -> None:
-    """Keep the snapshots of a run from `gc`.
+def keep(cache: Cache, inputs: Inputs, run: str = "", host: str = "") -> None:
+    """Keep the snapshots of a run from `gc`. run, host: as of `Cache.keep`.
 
     Raises:
         UserError: training and held-out samples overlap.
+        CacheError: pictures are being taken out of the cache.
     """
-    cache.keep(inputs.snapshot.id)
+    withdrawn.check_finished(cache)
+    cache.keep(inputs.snapshot.id, run, host)
     if inputs.heldout is not None:
         heldout.check_disjoint(inputs.snapshot, inputs.heldout)
-        cache.keep(inputs.heldout.id)
+        cache.keep(inputs.heldout.id, run, host)
     if inputs.old_heldout is not None:
-        cache.keep(inputs.old_heldout.id)
+        cache.keep(inputs.old_heldout.id, run, host)
