@@ -13,8 +13,9 @@ import pytest
 
 import sana_pipe.stages.pull
 import sana_pipe.stages.push
-from sana_pipe.base.errors import IntegrityError, UserError
+from sana_pipe.base.errors import CacheError, IntegrityError, UserError
 from sana_pipe.config import Config
+from sana_pipe.data.cache import layout, withdrawn
 from sana_pipe.data.cache.audit import verify
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.layout import Paths
@@ -147,6 +148,19 @@ def test_one_flipped_bit_is_named(cache: Cache, tmp_path: Path, what: str) -> No
     with pytest.raises(IntegrityError) as caught:
         transferred(cache, Cache(tmp_path / "other", create=True))
     assert name in caught.value.what and "made" in caught.value.what
+
+
+def test_what_was_taken_out_of_a_cache_does_not_come_back(cache: Cache, tmp_path: Path) -> None:
+    """The pictures of the small cache are known by the digests that its keys are made of."""
+    other = Cache(tmp_path / "other", create=True)
+    withdrawn.begin(other, withdrawn.Takedown((layout.digest("item", "9999").hex(),), {}, done=True))
+    transferred(cache, other)
+    withdrawn.begin(other, withdrawn.Takedown((layout.digest("item", "3").hex(),), {}, done=True))
+    with pytest.raises(CacheError, match="taken out"):
+        transferred(cache, other)
+    withdrawn.begin(cache, withdrawn.Takedown((), {}))
+    with pytest.raises(CacheError, match="are being taken out"):
+        transferred(cache, Cache(tmp_path / "third", create=True))
 
 
 def test_a_name_that_is_taken_stays(cache: Cache, tmp_path: Path) -> None:

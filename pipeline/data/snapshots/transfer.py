@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from sana_pipe.data.cache import copies, index
+import numpy as np
+
+from sana_pipe.base.errors import CacheError
+from sana_pipe.data.cache import copies, index, withdrawn
 from sana_pipe.data.cache.adopt import adopt, bring
 from sana_pipe.data.cache.cache import MOVING, Cache
+from sana_pipe.data.cache.keys import as_keys
 from sana_pipe.data.cache.layout import Paths
 from sana_pipe.data.cache.snapshot import Snapshot
 from sana_pipe.data.cache.snapshot_head import Head, check_files
+from sana_pipe.data.cache.snapshot_samples import picture_keys
 from sana_pipe.data.snapshots import heldout
 
 OnShard = Callable[[int], None]
@@ -64,10 +69,12 @@ def send(cache: Cache, other: Cache, parcel: Parcel, move: bool = False, on_shar
         move: let names point to it though they point to other snapshots of `other`.
 
     Raises:
+        CacheError: `forget` took pictures of it out of `other`, or has not ended in one of the two.
         IntegrityError: a file of one of the caches is damaged or missing.
         UserError: a name is taken in `other`.
     """
     snapshot, head = parcel.snapshot, parcel.snapshot.head
+    _check_withdrawn(cache, other, snapshot)
     for name in parcel.names:
         if not move and other.snapshot_of(name) not in (None, snapshot.id):
             other.check_taken(head, name)
@@ -87,6 +94,27 @@ def send(cache: Cache, other: Cache, parcel: Parcel, move: bool = False, on_shar
     other.files.ensure(Paths.snapshot(snapshot.id), head.sealed())
     for name in (*parcel.names, *(("latest",) if parcel.latest else ())):
         other.point(name, snapshot.id, move=move)
+
+
+def _check_withdrawn(cache: Cache, other: Cache, snapshot: Snapshot) -> None:
+    withdrawn.check_finished(cache)
+    withdrawn.check_finished(other)
+    digests = as_keys(sorted(withdrawn.withdrawn(other)))
+    if not len(digests):
+        return
+    sizes = [(bucket.height, bucket.width) for bucket in snapshot.buckets]
+    which = np.tile(np.arange(len(sizes)), len(digests))
+    found = 0
+    for kind, encoding in snapshot.pictures.items():
+        keys = encoding.keys(np.repeat(digests, len(sizes)), sizes, which)
+        found += sum(int(np.isin(picture_keys(samples, kind), keys).sum()) for samples in snapshot.tables())
+    if found:
+        raise CacheError(
+            f"snapshot {snapshot.id[:12]} of {cache.location} has pictures that were taken out of {other.location}",
+            found=f"{found} records",
+            fix="in the first cache, too: sana-pipe forget --digests FILE --set cache=DIR, with the digests of "
+            f"{other.files.where(Paths.WITHDRAWN)}",
+        )
 
 
 def _send_shards(cache: Cache, other: Cache, encoding: str, shards: set[str], on_shard: OnShard) -> None:
