@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,10 +142,10 @@ def source(folder: Path, config: Config, count: int) -> TarSource:
 # ---------------------------------------------------------------- the cache
 
 
-def build(folder: Path, count: int) -> None:
-    """A cache in which every item of the source is encoded."""
+def build(folder: Path, count: int, changed: Callable[[pa.Table], pa.Table] = lambda scan: scan) -> None:
+    """A cache in which every item of the source is encoded. changed: as of `scanned`."""
     config = configuration(folder)
-    cache, latent, text, scan = scanned(folder, count)
+    cache, latent, text, scan = scanned(folder, count, changed)
     table = buckets.table(config.data, latent.compression)
     planning.plan_images(cache, latent, planning.image_work(scan, SOURCE, latent, table), config.encode)
     planning.plan_captions(cache, text, planning.caption_work(scan, text), config.encode)
@@ -154,8 +154,10 @@ def build(folder: Path, count: int) -> None:
             _commit(cache, encoding, plan.number, [(unit.unit, unit.count) for unit in plan.units], plan.table)
 
 
-def scanned(folder: Path, count: int) -> tuple[Cache, LatentEncoding, TextEncoding, pa.Table]:
-    """A cache in which the source is scanned, and the scan."""
+def scanned(
+    folder: Path, count: int, changed: Callable[[pa.Table], pa.Table] = lambda scan: scan
+) -> tuple[Cache, LatentEncoding, TextEncoding, pa.Table]:
+    """A cache in which the source is scanned, and the scan. changed: what the scan of each tar becomes."""
     config = configuration(folder)
     cache = Cache(config.cache, create=True)
     latent, text = encodings(config)
@@ -165,7 +167,7 @@ def scanned(folder: Path, count: int) -> tuple[Cache, LatentEncoding, TextEncodi
     tars = source(folder, config, count)
     stamps = {part.name: part.stamp for part in tars.parts()}
     scan = pa.concat_tables(
-        _scan(name, stamp, at * PER_TAR, min(PER_TAR, count - at * PER_TAR), table)
+        changed(_scan(name, stamp, at * PER_TAR, min(PER_TAR, count - at * PER_TAR), table))
         for at, (name, stamp) in enumerate(stamps.items())
     )
     scan = pa.concat_tables(scan.slice(at, 1 << 20).combine_chunks() for at in range(0, count, 1 << 20))
@@ -325,6 +327,8 @@ def command(name: str, folder: Path, count: int) -> None:
         bucket.run(configuration(folder, "bucket.grow=latest", "bucket.dedup=image"))
     elif name == "filter":
         bucket.run(configuration(folder, "bucket.filter=score > 4 and contains(item, '1')"))
+    elif name == "group":
+        bucket.run(configuration(folder, "bucket.group=artist", "bucket.heldout=0.1"))
     elif name == "folder":
         list_folder(folder, count)
     elif name == "s3":

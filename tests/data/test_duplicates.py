@@ -136,6 +136,30 @@ def test_pictures_with_too_little_detail_are_counted_and_named(
     assert collect(config())[0]["snapshot"]["not_compared"].startswith("2 pictures")
 
 
+def test_pictures_with_too_little_detail_are_compared_as_files(
+    source: Path, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An equal file is a duplicate and, of a held-out part, a leak; the same logo at another size is unknown."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for name, other in {"a": "logo", "b": "logo", "c": "logo-small", "d": "rocket"}.items():
+        shutil.copy(source / f"{other}.png", data / f"{name}.png")
+        (data / f"{name}.txt").write_text(f"caption of {name}")
+    sana_pipe.stages.encode.run(make_config(tmp_path, SIGNALS), data=str(data))
+    of = make_config(tmp_path, SIGNALS, "bucket.dedup=near")
+    snapshot = Cache(of.cache).open_snapshot(sana_pipe.stages.bucket.run(of))
+    assert {snapshot.source_item(row)[1] for row in range(len(snapshot))} == {"a.png", "c.png", "d.png"}
+    sana_pipe.stages.bucket.run(make_config(tmp_path, SIGNALS, "bucket.filter=item IN ('a.png', 'c.png')"), name="part")
+    others = make_config(
+        tmp_path, SIGNALS, "bucket.filter=item IN ('b.png', 'd.png')", "train.validation.snapshot=part"
+    )
+    capsys.readouterr()
+    sana_pipe.stages.bucket.run(others, as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert list(report["leaked"].values()) == [1]
+    assert any("2 samples of part have too little detail" in note for note in report["notes"])
+
+
 def test_a_held_out_part_without_dedup_lists_the_groups_that_it_keeps_whole(
     bucket: Callable[..., tuple[set[str], Any]],
 ) -> None:

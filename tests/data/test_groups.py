@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import sana_pipe.stages.bucket
+import sana_pipe.stages.inspect
 import sana_pipe.stages.snapshots
 from sana_pipe.base.errors import ConfigError, UserError
 from sana_pipe.config import Config
@@ -153,6 +154,12 @@ def test_what_is_said_of_groups(root: Path, capsys: pytest.CaptureFixture[str]) 
     cache = Cache(of.cache)
     assert heldout.find(cache, cache.open_snapshot()) == cache.snapshot_of("latest.heldout")
     assert collect(of)[0]["snapshot"]["heldout"]["group"] == "artist"
+    capsys.readouterr()
+    sana_pipe.stages.inspect.run(of)
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("by whole groups of artist", "bucket.group", "share of visits"))
+    nothing = report(config(root, GROUP, "bucket.heldout=0.0001"), capsys)
+    assert "heldout" not in nothing and any("holds nothing out" in note for note in nothing["notes"])
     assert any("no effect" in note for note in report(config(root, GROUP), capsys)["notes"])
 
 

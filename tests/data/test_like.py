@@ -19,6 +19,7 @@ from sana_pipe.data.snapshots.config import BucketConfig
 from sana_pipe.data.snapshots.inputs import PLACES
 from sana_pipe.data.snapshots.repeating import Rules
 from tests.support.messages import naming
+from tests.support.reports import collect
 from tests.support.synthetic import add, config, pictures, with_another
 
 RULES = (
@@ -142,6 +143,7 @@ def test_every_rule_is_in_the_head(root: Path) -> None:
     rules = Rules.of(cache, "x")
     expected = {**options, "grow": cache.snapshot_of("first")}
     assert rules.bucket == BucketConfig(**expected)
+    assert collect(config(root))[0]["snapshot"]["rules"] == rules.options
     assert rules.data.keys() == {"resolution", "buckets", "min_side", "max_upscale", "max_crop_loss"}
 
 

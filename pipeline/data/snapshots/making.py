@@ -137,6 +137,9 @@ class _Maker:
         if grouped is not None:
             grouped["heldout_samples"] = count - len(frame)
             grouped["heldout_share"] = (count - len(frame)) / max(1, count)
+            if heldout is None:
+                few = f"none of {grouped['groups']} groups, or of the samples without a value, is chosen by so small a share"
+                joined.notes.append(f"bucket.heldout = {settings.heldout:g} holds nothing out: {few}")
         if settings.subset is not None:
             frame, pictures = selection.subset(joined, frame, settings.subset, self.earlier)
             if pictures < settings.subset:
@@ -283,7 +286,9 @@ class _Maker:
             shared = part, report
             leaked, flat = near_samples.leaked(frame, inputs.records, inputs.caches, *shared)
         if flat:
-            self.joined.notes.append(f"{flat} samples of {named} have too little detail to be compared with these")
+            self.joined.notes.append(
+                f"{flat} samples of {named} have too little detail to be compared with these; of them equal files count"
+            )
         return {part.id: leaked}
 
 

@@ -18,7 +18,7 @@ from sana_pipe.base.errors import CacheError, ConfigError
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.encodings import Encoding
 from sana_pipe.data.cache.snapshot import Snapshot
-from sana_pipe.data.cache.snapshot_samples import CHUNK_ROWS, concatenated, taken
+from sana_pipe.data.cache.snapshot_samples import CHUNK_ROWS, concatenated, picture_keys, taken
 from sana_pipe.data.images.perceptual_hash import LENGTH, RULE, WORDS
 from sana_pipe.data.signals.phash import ANEW, HashEncoding
 from sana_pipe.data.snapshots import near
@@ -81,16 +81,22 @@ def leaked(
     report: near.Report,
 ) -> tuple[int, int]:
     """Count the samples of a held-out part that look like a sample of the training, and how many have too little detail
-    to be compared. frame: the training's; report: as of `near.groups`.
+    for that; of these the equal files are counted. frame: the training's; report: as of `near.groups`.
 
     Raises:
         CacheError: the hashes are of an earlier rule.
         IntegrityError: a hash is damaged.
     """
-    trained = _hashes(records, caches, np.unique(frame.pictures[HashEncoding.kind]))
-    theirs = hashes_of(part)
+    kind = HashEncoding.kind
+    rows = np.unique(frame.pictures[kind])
+    trained, theirs = _hashes(records, caches, rows), hashes_of(part)
+    flat = is_flat(theirs)
     member = near.groups(np.concatenate([trained, theirs]), near.DISTANCE, report)
-    return int(np.isin(member[len(trained) :], member[: len(trained)]).sum()), int(is_flat(theirs).sum())
+    both = np.isin(member[len(trained) :], member[: len(trained)])
+    if flat.any():
+        keys = np.concatenate([picture_keys(table, kind) for table in part.tables()])
+        both[flat] = np.isin(keys[flat], records.indexes[kind].columns["key"][rows])
+    return int(both.sum()), int(flat.sum())
 
 
 def is_flat(hashed: np.ndarray) -> np.ndarray:

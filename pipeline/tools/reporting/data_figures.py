@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -234,6 +235,7 @@ class SnapshotFigures:
         sources: samples by source.
         mixture: weight, visits and share of each source.
         heldout: None: nothing was held out.
+        rules: as of `Head.options`; None: an earlier version made the snapshot.
         controls_and_masks: None without any.
         not_compared: a sentence about pictures that were not looked at for `alike`.
         new: None without an earlier snapshot.
@@ -252,6 +254,7 @@ class SnapshotFigures:
     sources: dict[str, int]
     mixture: list[SourceShare]
     heldout: HeldOutFigures | None
+    rules: dict[str, dict[str, Any]] | None
     captions: CaptionFigures
     duplicates: Duplicates
     controls_and_masks: ControlsAndMasks | None
@@ -290,6 +293,7 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> SnapshotFigures:
         sources=dict(sorted(_counts(names.column("source")).items(), key=lambda pair: (-pair[1], pair[0]))),
         mixture=_mixture(snapshot, names),
         heldout=None if (rule := head.policies.heldout) is None else HeldOutFigures(rule.share, rule.side, rule.group),
+        rules=None if head.options is None else {section: dict(values) for section, values in head.options.items()},
         captions=_captions(snapshot, samples.column("captions")),
         duplicates=Duplicates(
             pictures=_repeated(picture_keys(samples, LatentEncoding.kind)), captions=_repeated(fixed(caption_keys))

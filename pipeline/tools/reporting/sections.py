@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from sana_pipe.base.amounts import amount
+from sana_pipe.base.options import flat
 from sana_pipe.data.snapshots.assemble import SourceShare
 from sana_pipe.tools.reporting import run_plots
 from sana_pipe.tools.reporting.adapter_figures import AdapterProblem
@@ -107,6 +108,11 @@ def _snapshot(data: SnapshotFigures) -> Iterator[Block]:
     if (rule := data.heldout) is not None:
         whole = "" if rule.group is None else f", by whole groups of {rule.group}"
         yield f"Held out: {rule.share:g} of the pictures{whole}; this is the side {rule.side}"
+    columns: list[Column[tuple[str, Any]]] = [
+        Column("rule", lambda each: each[0]),
+        Column("value", lambda each: str(each[1])),
+    ]
+    yield Table(columns, list(flat(data.rules or {})))
 
 
 def _buckets(data: SnapshotFigures) -> Iterator[Block]:
