@@ -7,9 +7,11 @@ import gzip
 import json
 import math
 import os
+import platform
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -28,6 +30,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sana_pipe import __version__
 from sana_pipe.base import retrying
 from sana_pipe.base.errors import ConfigError, IntegrityError, UserError
 from sana_pipe.base.launch import Launch
@@ -1199,6 +1202,33 @@ def test_no_option_that_decides_the_run_may_differ_between_processes(
         settings = tiny_run.config(tmp_path / str(number), **given)
         fit(settings.train, tiny_run.task(settings, snapshot=snapshot), Launch(), log=lambda line: None)
     assert compared[0] != compared[1] and compared[0] == compared[2]
+
+
+def test_a_run_says_what_wrote_it_and_processes_of_other_versions_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows and checkpoints: versions, GPU, host, command without credentials."""
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/sana-pipe", "train", "--set", "cache=s3://key:secret@bucket/a b"])
+    settings = tiny_run.config(tmp_path / "run", steps=1, layers=1)
+    report = fit_tiny(settings)
+    [start] = metrics.read_events(tmp_path / "run" / "metrics.jsonl")["start"]
+    assert report.checkpoint is not None
+    written = checkpoint.read_document(report.checkpoint).written_by
+    assert written == {name: start[name] for name in ("versions", "gpu", "host", "command")}
+    assert written["versions"]["sana-pipe"] == __version__ and written["versions"]["torch"].startswith("2.")
+    assert written["gpu"] == "cpu" and written["host"] == platform.node()
+    assert written["command"] == "sana-pipe train --set 'cache=s3://bucket/a b'"
+    real = collectives.all_gather_objects
+
+    def other_torch(value: Any, *group: Any) -> list[Any]:
+        if isinstance(value, dict) and set(value) == {"sana-pipe", "torch"}:
+            return [value, value, {**value, "torch": "1.0"}]
+        return real(value, *group)
+
+    monkeypatch.setattr(collectives, "all_gather_objects", other_torch)
+    with pytest.raises(UserError, match=naming("process 2: {'torch': '1.0'}")) as caught:
+        fit_tiny(tiny_run.config(tmp_path / "other", steps=1, layers=1))
+    assert caught.value.everywhere
 
 
 @pytest.mark.parametrize("what", [mesh, build, checks, drawings], ids=["sizes", "weights", "options", "prompts"])

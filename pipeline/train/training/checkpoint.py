@@ -85,8 +85,8 @@ class Document:
 
     began_from: the state in the checkpoint that the run began from, in `total` the steps of all runs before, and in
         `heldout` the snapshot that the other run was validated on, if any; None if the run began from start weights.
-    processes: how many wrote it. adapter, base: where a part of the model is trained, its settings, and a digest of
-        the rest, which is not in the checkpoint.
+    processes: how many wrote it. written_by: versions, GPU, host and command of the first of them. adapter, base: where
+        a part of the model is trained, its settings, and a digest of the rest, which is not in the checkpoint.
     """
 
     state: LoaderState
@@ -95,6 +95,7 @@ class Document:
     files: dict[str, str]
     began_from: dict[str, Any] | None = None
     processes: int | None = None
+    written_by: dict[str, Any] | None = None
     adapter: dict[str, Any] | None = None
     base: str | None = None
 

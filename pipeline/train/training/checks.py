@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from sana_pipe.base import software
 from sana_pipe.base.errors import ConfigError
 from sana_pipe.base.launch import Launch, check_accelerate, check_compiler, check_restart, resolve_device
 from sana_pipe.base.metrics import trackers
@@ -50,6 +51,16 @@ def check_inputs(train: TrainConfig, task: TrainingTask, launch: Launch, log: Lo
     if task.pictures is not None:
         drawings.check(train.microbatch, task, shape())
     return Context(train, task, launch, layout, device, log)
+
+
+def check_versions() -> None:
+    """Refuse processes with different versions of the product or of torch, whose steps would differ. Collective."""
+    ours = software.versions()
+    require_equal(
+        {name: ours[name] for name in ("sana-pipe", "torch")},
+        "the processes have different versions",
+        "install the same versions of sana-pipe and torch on every node",
+    )
 
 
 def check_start(context: Context, trainable: Trainable, resumed: Resumed | None) -> None:

@@ -65,7 +65,8 @@ class Metrics:
         return writing(self.path, "check the permissions, or set train.output", again="--resume auto")
 
     def start(self, **facts: Any) -> None:
-        """Write the row that begins an attempt. `facts`: step it starts at, processes, device, tf32, snapshot."""
+        """Write the row that begins an attempt. `facts`: step it starts at, processes, device, tf32, snapshot, and what
+        `software.written_by` says."""
         with self._writing():
             self._journal.append({"event": "start", **facts})
         self._last, self._band = (facts["step"], 0.0), LossBand()

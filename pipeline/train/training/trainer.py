@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from sana_pipe.base import retrying
+from sana_pipe.base import retrying, software
 from sana_pipe.base.disk import replacing
 from sana_pipe.base.errors import UserError, printed_first, writing
 from sana_pipe.base.launch import Launch, set_tf32
@@ -37,7 +37,7 @@ from sana_pipe.train.parallel.collectives import all_gather_objects, broadcast_f
 from sana_pipe.train.parallel.mesh import open_mesh
 from sana_pipe.train.training import checkpoint, optimizers
 from sana_pipe.train.training.build import TrainingRun, build, trainable_of
-from sana_pipe.train.training.checks import check_inputs, check_start
+from sana_pipe.train.training.checks import check_inputs, check_start, check_versions
 from sana_pipe.train.training.drawings import Drawings
 from sana_pipe.train.training.feeding import Feed
 from sana_pipe.train.training.lock import Lock, run_lock
@@ -91,6 +91,7 @@ def fit(
         run_lock(context.folder, log) as lock,
     ):
         stop.looping = False
+        check_versions()
         resumed, notes = broadcast_from_rank_0(lambda: checkpoint.choose(context.folder, resume, origin))
         for line in notes:
             log(line)
@@ -141,11 +142,17 @@ def _open_run_directory(run: TrainingRun, expected: Compare | None, progress: Li
         device=context.device.type,
         tf32=context.train.tf32,
         snapshot=context.task.first_state.snapshot,
+        **software.written_by(gpu_name(context.device)),
         **({"began_from": str(run.resumed.folder)} if run.resumed is not None and run.resumed.begins else {}),
     )
     board = [f"tensorboard --logdir {shlex.quote(str(folder))}"] if "tensorboard" in context.train.trackers else []
     context.log(f"losses and pictures at any time: {'; '.join([shown('report', '--run', str(folder)), *board])}")
     return journal
+
+
+def gpu_name(device: torch.device) -> str:
+    """The name of a GPU, `cpu` for the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def generator_seed(state: LoaderState, step: int, reader: int) -> int:
@@ -173,7 +180,8 @@ class Loop:
         self.step, self.journal, self.stop, self.lock = run.step, journal, stop, lock
         self.throughput = Throughput(context.train, run.trainable.spec, context.layout, context.device, context.log)
         self.reader = context.layout.data_rank(dist.get_rank())
-        task, contents = context.task, {**run.identity, "config": context.task.written.tree}
+        written_by = software.written_by(gpu_name(context.device))
+        task, contents = context.task, {**run.identity, "config": context.task.written.tree, "written_by": written_by}
         self.saver = checkpoint.Saver(
             context.folder / "checkpoints", contents, self.train, context.log, lock, run.began_from, task.patience_s
         )
