@@ -138,7 +138,7 @@ class _Maker:
             grouped["heldout_samples"] = count - len(frame)
             grouped["heldout_share"] = (count - len(frame)) / max(1, count)
             if heldout is None:
-                few = f"none of {grouped['groups']} groups, or of the samples without a value, is chosen by so small a share"
+                few = f"so small a share chooses none of {grouped['groups']} groups, nor a sample without a value"
                 joined.notes.append(f"bucket.heldout = {settings.heldout:g} holds nothing out: {few}")
         if settings.subset is not None:
             frame, pictures = selection.subset(joined, frame, settings.subset, self.earlier)
