@@ -20,7 +20,7 @@ PROSE = {"once", "reads", "than", "that", "with", "cache", "checkpoint", "lists"
 """Words that may follow the name of the program in a sentence."""
 SETTINGS = {name for name, _ in option_fields()}
 SECTIONS = "|".join(sorted({name.partition(".")[0] for name in SETTINGS if "." in name}))
-OTHERS = {"--nproc-per-node", "--no-python", "--standalone", "--head", "--master-port"}
+OTHERS = {"--nproc-per-node", "--no-python", "--standalone", "--head", "--master-port", "--repo-type"}
 """Options of other programs."""
 
 

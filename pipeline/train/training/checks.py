@@ -60,7 +60,7 @@ def check_versions() -> None:
     require_equal(
         {name: ours[name] for name in ("sana-pipe", "torch")},
         "the processes have different versions",
-        "install the same versions of sana-pipe and torch on every node",
+        "give every node the same versions of both",
     )
 
 
