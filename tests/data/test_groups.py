@@ -188,6 +188,27 @@ def test_what_is_no_column_is_refused(root: Path, column: str, says: str) -> Non
     assert "bucket.group" in str(caught.value) and says in str(caught.value)
 
 
+@pytest.mark.parametrize("column", ["exif.model", '"clip-score"', "meta.width", "big"])
+def test_columns_are_those_of_filters(tmp_path: Path, column: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also nested and quoted ones, one that a column of the scan hides, and numbers that fp64 would round."""
+    of = config(tmp_path / "cache", f"bucket.group={json.dumps(column)}", HALF)
+    metas = [
+        {"exif": {"model": f"m{n // 4}"}, "clip-score": n // 4, "width": f"{n // 4}", "big": 10**17 + n // 4}
+        for n in range(40)
+    ]
+    add(of, "one", [Picture(f"{n}.png", f"{n}", meta=meta) for n, meta in enumerate(metas)])
+    shown = report(of, capsys)["groups"]
+    assert (shown["values"], shown["groups"], shown["without_value"]) == (10, 10, 0)
+    cache = Cache(of.cache)
+    train, part = (items(cache.open_snapshot(name)) for name in ("latest", "latest.heldout"))
+    assert not {int(item[:-4]) // 4 for item in train} & {int(item[:-4]) // 4 for item in part}
+
+
+def test_a_filter_that_leaves_nothing_is_named_and_not_the_column(root: Path) -> None:
+    with pytest.raises(UserError, match="nothing is left"):
+        sana_pipe.stages.bucket.run(config(root, GROUP, HALF, "bucket.filter=width > 10000"))
+
+
 def test_folders_are_groups(tmp_path: Path) -> None:
     of = config(tmp_path / "cache", "bucket.group=folder", HALF)
     add(of, "books", [Picture(f"book {n // 5}/part/{n}.png", f"{n}") for n in range(60)] + [Picture("top.png", "top")])

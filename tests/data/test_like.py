@@ -20,7 +20,7 @@ from sana_pipe.data.snapshots.inputs import PLACES
 from sana_pipe.data.snapshots.repeating import Rules
 from tests.support.messages import naming
 from tests.support.reports import collect
-from tests.support.synthetic import add, config, pictures, with_another
+from tests.support.synthetic import Picture, add, config, pictures, with_another
 
 RULES = (
     *("bucket.filter='score > 0'", "bucket.dedup=image", "bucket.dedup_captions=keep", "bucket.balance=0.5"),
@@ -145,6 +145,19 @@ def test_every_rule_is_in_the_head(root: Path) -> None:
     assert rules.bucket == BucketConfig(**expected)
     assert collect(config(root))[0]["snapshot"]["rules"] == rules.options
     assert rules.data.keys() == {"resolution", "buckets", "min_side", "max_upscale", "max_crop_loss"}
+
+
+def test_a_rule_is_recorded_that_changes_nothing_yet(root: Path) -> None:
+    """So that it is used when there are pictures that it leaves out."""
+    plain = sana_pipe.stages.bucket.run(config(root), name="plain")
+    ruled = sana_pipe.stages.bucket.run(config(root, "bucket.filter=pixels < 577"))
+    cache = Cache(root)
+    heads = [cache.open_snapshot(each).head for each in (plain, ruled)]
+    assert plain != ruled and heads[0].content_id == heads[1].content_id
+    assert sana_pipe.stages.bucket.run(config(root, "bucket.filter=pixels < 577")) == ruled, "the same rules"
+    add(config(root), "large", [Picture(f"{n}.png", f"large {n}", 32, 32) for n in range(5)])
+    assert len(cache.open_snapshot(sana_pipe.stages.bucket.run(config(root), like=ruled))) == heads[1].samples
+    assert len(cache.open_snapshot(sana_pipe.stages.bucket.run(config(root), like="plain"))) == heads[0].samples + 5
 
 
 def test_what_has_no_rules_of_its_own_is_refused(root: Path) -> None:

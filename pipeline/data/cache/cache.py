@@ -450,6 +450,7 @@ class Cache:
             before += self._readable([before[0].head.parent])
         leaked = (head.leaked or {}).items()  # a head that does not say as much is not used
         heads = [snapshot.head for snapshot in before if leaked <= (snapshot.head.leaked or {}).items()]
+        heads = [known for known in heads if known.options == head.options]  # a rule may change nothing yet
         same = [known for known in heads if known.without_history == head.without_history]
         return same[0] if same else replace(head, parent=head.parent or parent)
 

@@ -305,7 +305,7 @@ def select(
     listed = ", ".join(f"{_struct(value)} AS {_name(name)}" for name, value in columns.items()) or "item"
     table = f"(SELECT {listed} FROM (SELECT *, {_META} AS m FROM batch))"
     results = []
-    with _batch(batch):
+    with _interruptible(), _batch(batch):
         for rule in filters:
             try:
                 found = engine().execute(f"SELECT ({rule.text}\n) AS selected FROM {table}")
@@ -316,10 +316,6 @@ def select(
                     found=escaped("; ".join([str(error).splitlines()[0], *_described(rule, types)])),
                     fix=_cast(str(error)),
                 ) from None
-            except RuntimeError as error:  # DuckDB's, in place of what the handler of a signal raised
-                if "interrupted" not in str(error):
-                    raise
-                raise KeyboardInterrupt from None
             if kind.upper().strip('"') not in ("BOOLEAN", "BOOL"):
                 raise rule.wrong("is not a condition", fix="add a comparison, such as width >= 512")
             results.append((np.ma.filled(values, False).astype(bool), np.ma.getmaskarray(values)))
@@ -357,7 +353,7 @@ def texts(path: Path, batch: pa.Table, source: str) -> pa.ListArray:
             f"CASE WHEN json_type(m, {field}) = 'ARRAY' THEN json_extract(m, {field})::VARCHAR[] "
             f"ELSE [json_extract_string(m, {field})] END"
         )
-    with _batch(batch):
+    with _interruptible(), _batch(batch):
         query = f"SELECT {value} AS texts FROM (SELECT *, {_META} AS m FROM batch)"
         return pa.concat_arrays(engine().sql(query).to_arrow_table().column(0).chunks)
 
@@ -418,6 +414,17 @@ def _functions() -> frozenset[str]:
             "AND NOT bool_or(coalesce(stability, '') = 'VOLATILE')"
         )
     )
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt for the error that DuckDB raises in place of what the handler of a signal raised."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "interrupted" not in str(error):
+            raise
+        raise KeyboardInterrupt from None
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ def add_groups(joined: Joined, scans: Mapping[str, pa.Table], column: str) -> tu
             found |= bool((keys != _NONE).any())
         grouped[source] = scan.append_column(GROUP, binary(writer.finish()))
         lacking += [] if found else [source]
-    if len(lacking) == len(scans):
+    if len(lacking) == len(scans) and any(map(len, scans.values())):
         metadata = [filters.Metadata(batches(scan.select(["item", "meta"])), rule.paths) for scan in scans.values()]
         known = {path for each in metadata for path in each.known}
         rule.check_columns(known, sorted({name for each in metadata for name in each.valid}))

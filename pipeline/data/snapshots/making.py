@@ -138,7 +138,7 @@ class _Maker:
             grouped["heldout_samples"] = count - len(frame)
             grouped["heldout_share"] = (count - len(frame)) / max(1, count)
             if heldout is None:
-                few = f"so small a share chooses none of {grouped['groups']} groups, nor a sample without a value"
+                few = f"none of {grouped['groups']} groups and {grouped['without_value']} samples without one is chosen"
                 joined.notes.append(f"bucket.heldout = {settings.heldout:g} holds nothing out: {few}")
         if settings.subset is not None:
             frame, pictures = selection.subset(joined, frame, settings.subset, self.earlier)

@@ -57,14 +57,14 @@ class Rules:
         if recorded is None:
             raise CacheError(
                 f"{OPTION} {name}: the head of this snapshot does not say how it was made",
-                fix="sana-pipe bucket, with --set for each setting that it was made with",
+                fix="sana-pipe bucket, with the settings that it was made with",
             )
         options = {section: dict(values) for section, values in recorded.items()}
         try:
             bucket, data = BucketConfig(**options["bucket"]), DataConfig(**options["data"])
         except (ValidationError, KeyError) as error:
             raise CacheError(
-                f"{OPTION} {name}: its head has rules that this version of this version does not know",
+                f"{OPTION} {name}: its head has rules that this version does not know",
                 found=str(error).splitlines()[0],
                 fix="make it with the version that made the snapshot",
             ) from None
