@@ -5,17 +5,20 @@ them, and `--check` proves that nothing is left."""
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
-from sana_pipe.base.errors import IntegrityError
+from sana_pipe.base.errors import IntegrityError, UserError
 from sana_pipe.config import Config
 from sana_pipe.data.cache import copies, prompts, withdrawn
 from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.layout import Paths
 from sana_pipe.data.cache.withdrawn import Takedown
 from sana_pipe.data.snapshots import takedown, takedown_check, takedown_search
+from sana_pipe.data.work import claims
 from sana_pipe.tools.locations import cache_location
 from sana_pipe.tools.reporting import run_copies
 
@@ -47,7 +50,8 @@ def run(
     """
     cache = cache_location(config).open()
     if items or digests is not None or check:
-        return _take_down(config, cache, items, digests)
+        with _alone(cache):
+            return _take_down(config, cache, items, digests)
     if source is not None:
         cache.forget_source(source)
         click.echo(
@@ -66,6 +70,26 @@ def run(
         click.echo(f"prompt set {prompt_set!r} is forgotten. Its records stay, and are used if it is encoded again")
     click.echo("sana-pipe gc lists what nothing needs any more, and removes it with --yes")
     return 0
+
+
+@contextmanager
+def _alone(cache: Cache) -> Iterator[None]:
+    """Keep other processes from taking pictures out at the same time.
+
+    Raises:
+        UserError: another one does.
+    """
+    ours, name = claims.Claims(cache.files), Paths.claim(takedown.CLAIM)
+    entry = next((entry for entry in cache.files.walk("claims") if entry.name == name), None)
+    if entry is not None and cache.files.now() - entry.modified > takedown.CLAIM_S:
+        cache.files.remove(name)  # of a process of another machine that has ended
+    if ours.take(takedown.CLAIM) != "ours":
+        raise UserError(
+            f"{cache.files.where(name)}: another process takes pictures out of this cache",
+            fix=f"wait until it has ended; if it has, the claim is old in {takedown.CLAIM_S / 60:.0f} minutes",
+        )
+    with ours.heartbeat(takedown.CLAIM):
+        yield
 
 
 def _take_down(config: Config, cache: Cache, items: Sequence[str], digests: str | None) -> int:

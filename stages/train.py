@@ -142,11 +142,17 @@ def _train(config: Config, call: _Call, snapshot: str | None) -> Report:
             training_task(config, inputs, launch, call.quarantine),
             expect=predicted,
             accepted=partial(_accepted, config, cache, inputs, reading),
+            earlier_id="" if continued is None else _earlier_id(cache, opened, continued.state.snapshot),
         )
         report = fit(config.train, given, launch, resume=call.resume, origin=call.origin, log=log)
     if launch.is_main and report.stopped_by is None and report.checkpoint is not None:
         _summarize(report.checkpoint, opened, log)
     return report
+
+
+def _earlier_id(cache: Cache, opened: Snapshot, began_with: str) -> str:
+    """The id that a run began with, if the cache says that the opened snapshot has the same samples; else ""."""
+    return began_with if began_with != opened.id and cache.snapshot_of(began_with) == opened.id else ""
 
 
 def _accepted(config: Config, cache: Cache, inputs: Inputs, reading: ExitStack) -> None:

@@ -24,6 +24,7 @@ from PIL import Image
 
 import sana_pipe.stages.bucket
 import sana_pipe.stages.encode
+import sana_pipe.stages.forget
 import sana_pipe.stages.pack
 import sana_pipe.stages.plan
 import sana_pipe.stages.report
@@ -414,6 +415,32 @@ def test_only_what_has_changed_is_made_again(copied: Path, make_config: MakeConf
     sana_pipe.stages.bucket.run(config)
     changed = [item for item, record in values(config, "control").items() if (record != before[item]).any()]
     assert changed == ["00.png"]
+
+
+def test_a_picture_that_is_taken_out_takes_its_controls_and_masks_along(
+    copied: Path, make_config: MakeConfig, samples: Samples, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But not those that another picture has, too."""
+    data, config = copied / "data", configured(make_config, copied, *SUFFIXES)
+    (data / "04.png").write_bytes(encoded(np.random.default_rng(9).integers(0, 255, (*SIDES[0], 3), np.uint8)))
+    (data / "04.control.png").write_bytes(samples.controls[0])
+    (data / "04-masklabel.png").write_bytes(samples.masks[1] if SIDES[0] == SIDES[1] else samples.masks[0])
+    (data / "04.txt").write_text("another picture")
+    sana_pipe.stages.encode.run(config, str(data))
+    sana_pipe.stages.bucket.run(config)
+    before = {kind: keys(config, kind) for kind in ("latent", "control", "mask")}
+    assert {kind: len(some) for kind, some in before.items()} == {"latent": 5, "control": 4, "mask": 4}
+    assert sana_pipe.stages.forget.run(config, items=["00.png"]) == 0
+    assert [len(keys(config, kind)) for kind in before] == [4, 4, 4], "picture 04 has its control and mask"
+    assert sana_pipe.stages.forget.run(config, items=["01.png"]) == 0
+    assert [len(keys(config, kind)) for kind in before] == [3, 3, 3]
+    assert not list(audit.verify(Cache(config.cache)))
+    capsys.readouterr()
+    done = sana_pipe.stages.encode.run(config, str(data))
+    assert done["images"] == done["controls"] == done["masks"] == 0
+    assert "2 items were met again" in capsys.readouterr().out
+    assert sana_pipe.stages.forget.run(config, items=["04.png"]) == 0
+    assert [len(keys(config, kind)) for kind in before] == [2, 2, 2]
 
 
 def test_a_cache_gets_controls_and_masks_without_latents(

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +21,7 @@ import sana_pipe.stages.gc
 import sana_pipe.stages.pack
 from sana_pipe.base.errors import CacheError, IntegrityError, UserError
 from sana_pipe.config import Config
-from sana_pipe.data.cache import audit, garbage, layout, readers, withdrawn
+from sana_pipe.data.cache import audit, garbage, layout, prompts, readers, withdrawn
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.contradictions import contradictions
 from sana_pipe.data.cache.findings import encoding_names
@@ -28,15 +29,18 @@ from sana_pipe.data.cache.keys import as_keys
 from sana_pipe.data.cache.layout import Paths
 from sana_pipe.data.cache.shard import ShardReader
 from sana_pipe.data.cache.snapshot import Snapshot
-from sana_pipe.data.snapshots import takedown, takedown_check
+from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.snapshots import packing, takedown, takedown_check
+from sana_pipe.tools.locations import cache_location
 from tests.support import synthetic
 from tests.support.dying import dying, forked
 from tests.support.messages import naming
 from tests.support.synthetic import Picture
 
 MakeConfig = Callable[..., Config]
-GO = ("00003.png", "00005.png", "00011.png")
-"""The items that go: one with two captions, one whose caption another item has, one that another source has, too."""
+GO = ("00003.png", "00005.png", "00011.png", "alone.png")
+"""The items that go: one with two captions, one whose caption another item has, one that another source has, too, and
+one that is alone in its units."""
 SHARED, TWIN = "a caption of two pictures", "content of two sources"
 
 
@@ -53,12 +57,17 @@ def prepared(folder: Path) -> Config:
     config = synthetic.config(folder / "cache", "bucket.heldout=0.2")
     synthetic.add(config, "one", pictures())
     synthetic.add(config, "two", [Picture("twin.png", TWIN, captions=(("said of the twin", 1.0),)), Picture("x", "x")])
+    synthetic.add(config, "three", [Picture("alone.png", "alone")])
     sana_pipe.stages.bucket.run(config, name="all")
     without = config.model_copy(
         update={"bucket": config.bucket.model_copy(update={"heldout": 0.0, "filter": "score < 2"})}
     )
     sana_pipe.stages.bucket.run(without, name="few")
-    sana_pipe.stages.pack.run(config, snapshot="all", name="packed")
+    for name, packed in (("all", "packed"), ("few", "few.packed")):
+        sana_pipe.stages.pack.run(config, snapshot=name, name=packed)
+    (folder / "cache/reports").mkdir(exist_ok=True)
+    (folder / "cache/reports/rejects-one.csv").write_text("item,reason\n00003.png,broken\n")
+    (folder / "cache/reports/rejects-two.csv").write_text("item,reason\nnobody.png,broken\n")
     return config
 
 
@@ -94,9 +103,9 @@ def contents(folder: Path) -> Iterator[tuple[str, bytes]]:
         if path.is_file():
             data, name = path.read_bytes(), str(path.relative_to(folder))
             yield name, data
-            if path.suffix == ".parquet":
+            if data[:4] == b"PAR1":
                 yield name, repr(pq.read_table(io.BytesIO(data)).to_pylist()).encode()
-            if path.suffix == ".arrow":
+            if data[:6] == b"ARROW1":
                 yield name, repr(pa.ipc.open_file(pa.BufferReader(data)).read_all().to_pylist()).encode()
 
 
@@ -112,7 +121,7 @@ def left_of(folder: Path, secrets: list[bytes]) -> list[str]:
 def secrets_of(before: dict[tuple[str, bytes], bytes], gone: set[tuple[str, bytes]]) -> list[bytes]:
     """What must not be found: payloads of records, their keys (also in hex), names and captions."""
     of_records = [form for place in gone for form in (before[place][:64], place[1], place[1].hex().encode())]
-    texts = [*GO, "twin.png", "said of the twin", f"caption of {TWIN}", "'a 3'", "'the 3'"]
+    texts = [*GO, "twin.png", "said of the twin", f"caption of {TWIN}", "caption of alone", "'a 3'", "'the 3'"]
     return [*of_records, *(text.encode() for text in texts)]
 
 
@@ -140,7 +149,8 @@ def samples(snapshot: Snapshot) -> list[tuple[str, str]]:
 def gone_of(cache: Cache) -> set[tuple[str, bytes]]:
     """The records that the takedown of `GO` takes out."""
     text = next(cache.encoding(name) for name in encoding_names(cache) if name.startswith("text"))
-    contents, said = ["3", "5", TWIN], ["a 3", "the 3", f"caption of {TWIN}", "said of the twin"]
+    contents = ["3", "5", TWIN, "alone"]
+    said = ["a 3", "the 3", f"caption of {TWIN}", "said of the twin", "caption of alone"]
     latents = {synthetic.LATENT.key(layout.digest(content), *size) for content in contents for size in synthetic.TABLE}
     texts = {(text.name, text.key(each)) for each in said}  # type: ignore[attr-defined]
     return {place for place in payloads(cache) if place[1] in latents or place in texts}
@@ -151,7 +161,7 @@ def test_nothing_of_the_pictures_is_left_and_other_records_keep_their_bytes(
 ) -> None:
     cache = Cache(config.cache)
     before, gone = payloads(cache), gone_of(cache)
-    assert len(gone) == 7, "three latents and four texts"
+    assert len(gone) == 9, "four latents and five texts"
     old = {name: cache.open_snapshot(name) for name in cache.snapshot_names()}
     listed = {name: samples(snapshot) for name, snapshot in old.items()}
     secrets = secrets_of(before, gone)
@@ -162,7 +172,7 @@ def test_nothing_of_the_pictures_is_left_and_other_records_keep_their_bytes(
     cache = intact(config)
     assert left_of(cache.root, secrets) == []
     assert payloads(cache) == {place: data for place, data in before.items() if place not in gone}
-    victims = {("one", item) for item in GO} | {("two", "twin.png")}
+    victims = {("one", item) for item in GO} | {("two", "twin.png"), ("three", "alone.png")}
     for name, snapshot in old.items():
         new = cache.open_snapshot(name)
         assert new.id != snapshot.id and snapshot.id[:12] in said
@@ -174,8 +184,12 @@ def test_nothing_of_the_pictures_is_left_and_other_records_keep_their_bytes(
             same = new.head.content_id == snapshot.head.content_id
             assert same == (len(order) == len(listed[name]))
             assert same == (cache.snapshot_of(snapshot.id) == new.id), "a run on the same samples goes on"
+    assert [path.name for path in (cache.root / "reports").glob("rejects-*")] == ["rejects-two.csv"]
+    shard = next(iter(cache.open_snapshot("few.packed").shard_files()))
+    cache.files.remove(shard)
+    assert packing.restored(cache, shard), "its source has another id now"
     document = cache.files.document(Paths.numbered(Paths.WITHDRAWN, 0))
-    assert document["done"] and len(document["digests"]) == 3 and not document["items"] and not document["texts"]
+    assert document["done"] and len(document["digests"]) == 4 and not document["items"] and not document["texts"]
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -203,10 +217,25 @@ def test_a_takedown_that_is_killed_at_any_write_is_ended_by_the_next(
     cache = intact(config)
     assert left_of(cache.root, secrets) == []
     assert payloads(cache) == {place: data for place, data in records.items() if place not in gone}
+    assert len(withdrawn.takedowns(cache)[0].snapshots) == 5, "also those of the processes that were killed"
+
+
+def test_a_unit_of_which_nothing_is_left_goes_after_a_kill_where_no_snapshot_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = synthetic.config(tmp_path / "cache")
+    for source, every in (("one", pictures()), ("three", [Picture("alone.png", "alone")])):
+        cache = synthetic.add(config, source, every)
+    before, gone = payloads(cache), gone_of(cache)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(takedown._Work, "remove", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        sana_pipe.stages.forget.run(config, items=GO)
+    assert sana_pipe.stages.forget.run(config, check=True) == 0
+    assert payloads(intact(config)) == {place: data for place, data in before.items() if place not in gone}
 
 
 @pytest.mark.slow
-def test_a_kill_at_each_sixteenth_write_of_a_whole_takedown_does_no_harm(made: Path, tmp_path: Path) -> None:
+def test_a_kill_at_some_writes_of_a_whole_takedown_does_no_harm(made: Path, tmp_path: Path) -> None:
     """Each on a fresh copy; the next run ends what was promised."""
     whole = Cache(made)
     records, gone = payloads(whole), gone_of(whole)
@@ -215,21 +244,21 @@ def test_a_kill_at_each_sixteenth_write_of_a_whole_takedown_does_no_harm(made: P
         folder = tmp_path / f"{at}"
         shutil.copytree(made, folder / "cache")
         config = synthetic.config(folder / "cache", "bucket.heldout=0.2")
-        code, _ = forked(dying(lambda config=config: sana_pipe.stages.forget.run(config, items=GO), at, at % 32 == 0))
+        code, _ = forked(dying(lambda config=config: sana_pipe.stages.forget.run(config, items=GO), at, at % 2 == 0))
         promised = bool(withdrawn.takedowns(Cache(config.cache)))
         assert sana_pipe.stages.forget.run(config, items=() if promised else GO, check=promised) == 0
         cache = intact(config)
         assert left_of(cache.root, secrets) == [], at
         assert payloads(cache) == {place: data for place, data in records.items() if place not in gone}, at
         shutil.rmtree(folder)
-        at += 16
+        at += 37
     assert at > 100, "many writes"
 
 
 def test_a_withdrawn_picture_does_not_come_back_with_its_file(
     make_config: MakeConfig, photos: Path, small_cache_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = make_config(small_cache_copy.parent)
+    config = make_config(small_cache_copy.parent, "encode.max_reject_rate=0")
     cache = Cache(config.cache)
     items = [item for _, item in samples(cache.open_snapshot())][:3]
     before = payloads(cache)
@@ -258,9 +287,9 @@ def test_a_withdrawn_picture_does_not_come_back_with_its_file(
 
 
 def test_names_that_are_unknown_or_shared_are_refused(config: Config, tmp_path: Path) -> None:
-    synthetic.add(config, "three", [Picture("00003.png", "of three")])
+    synthetic.add(config, "four", [Picture("00003.png", "of four")])
     cache = Cache(config.cache)
-    with pytest.raises(UserError, match=naming("00003.png", "one: 00003.png", "three: 00003.png")):
+    with pytest.raises(UserError, match=naming("00003.png", "one: 00003.png", "four: 00003.png")):
         sana_pipe.stages.forget.run(config, items=["00003.png"])
     with pytest.raises(UserError, match=naming("nothing.png")):
         sana_pipe.stages.forget.run(config, items=["00004.png", "nothing.png"])
@@ -269,7 +298,7 @@ def test_names_that_are_unknown_or_shared_are_refused(config: Config, tmp_path: 
     with pytest.raises(UserError, match=naming(str(listed), "line 3")):
         sana_pipe.stages.forget.run(config, digests=str(listed))
     assert not withdrawn.takedowns(cache)
-    assert sana_pipe.stages.forget.run(config, items=["three: 00003.png"]) == 0
+    assert sana_pipe.stages.forget.run(config, items=["four: 00003.png"]) == 0
     rest = {item for _, item in samples(cache.open_snapshot("all")) + samples(cache.open_snapshot("all.heldout"))}
     assert "00003.png" in rest, "that of another source stays"
     listed.write_text(layout.digest("4").hex() + "\n" + layout.digest("of no cache").hex())
@@ -293,12 +322,56 @@ def test_a_snapshot_that_a_living_run_reads_is_refused(config: Config) -> None:
     assert sana_pipe.stages.forget.run(config, items=GO[:1]) == 0, "one that has not beaten for long has ended"
 
 
+def test_a_prompt_keeps_its_caption_and_is_named(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = Cache(config.cache)
+    [text] = cache.encodings("text")
+    assert isinstance(text, TextEncoding)
+    key = text.key("a 3")
+    prompts.publish(cache, "mine", text, ["a 3"], [key])
+    assert sana_pipe.stages.forget.run(config, items=GO[:1]) == 0
+    assert "prompt set mine" in capsys.readouterr().out
+    records = {each for _, each in payloads(cache)}
+    assert key in records and text.key("the 3") not in records
+    intact(config)
+
+
+@pytest.mark.slow
+def test_objects_and_their_local_copies_go(s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = synthetic.config(f"{s3_bucket}/{uuid4().hex}", f"mirror.path={tmp_path / 'mirror'}")
+    cache = synthetic.add(config, "one", [*pictures(), Picture("alone.png", "alone")])
+    sana_pipe.stages.bucket.run(config)
+    before = payloads(cache)
+    secrets = [before[place][:64] for place in gone_of(cache) if place in before]
+    assert left_of(tmp_path / "mirror", secrets), "the local copies have them before"
+    cache.files.close_readers()
+    assert sana_pipe.stages.forget.run(config, items=GO) == 0
+    assert left_of(tmp_path, secrets) == []
+    cache = cache_location(config).open()
+    assert not list(takedown_check.remains(cache)) and not list(audit.verify(cache))
+    assert len(payloads(cache)) == len(before) - len(secrets)
+
+
 def test_another_process_that_encodes_is_named(config: Config) -> None:
     cache = Cache(config.cache)
     cache.files.put(Paths.claim("latent-x", 0, "unit"), json.dumps({"machine": "node9 a b", "process": "7"}).encode())
     with pytest.raises(UserError, match=naming("node9", "7")):
         sana_pipe.stages.forget.run(config, items=GO[:1])
     assert not withdrawn.takedowns(cache)
+
+
+def test_two_takedowns_at_once_are_refused(config: Config) -> None:
+    cache = Cache(config.cache)
+    other = json.dumps({"owner": "x", "beat": 1, "machine": "node9 a b", "process": "7"}).encode()
+    name = Paths.claim(takedown.CLAIM)
+    cache.files.put(name, other)
+    with pytest.raises(UserError, match=naming(name)):
+        sana_pipe.stages.forget.run(config, items=GO[:1])
+    past = cache.files.now() - 2 * takedown.CLAIM_S
+    os.utime(cache.files.path(name), (past, past))
+    assert sana_pipe.stages.forget.run(config, items=GO[:1]) == 0
+    assert not cache.files.has_file(name)
+    intact(config)
 
 
 def test_a_takedown_that_is_not_ended_stops_what_could_bring_its_pictures_back(config: Config) -> None:
@@ -314,7 +387,7 @@ def test_a_takedown_that_is_not_ended_stops_what_could_bring_its_pictures_back(c
 
 def test_another_cache_that_still_has_the_picture_is_not_adopted(config: Config, tmp_path: Path) -> None:
     there = synthetic.config(tmp_path / "there")
-    synthetic.add(there, "three", [Picture("other.png", TWIN), *synthetic.pictures(4, "three-")])
+    synthetic.add(there, "four", [Picture("other.png", TWIN), *synthetic.pictures(4, "four-")])
     sana_pipe.stages.forget.run(config, items=["one: 00011.png"])
     here = synthetic.config(config.cache, f"bucket.caches=[{there.cache}]")
     with pytest.raises(CacheError, match=naming(there.cache)):
@@ -322,7 +395,7 @@ def test_another_cache_that_still_has_the_picture_is_not_adopted(config: Config,
     sana_pipe.stages.forget.run(there, items=["other.png"])
     sana_pipe.stages.bucket.run(here, name="both")
     cache = Cache(config.cache)
-    assert ("three", "other.png") not in samples(cache.open_snapshot("both"))
+    assert ("four", "other.png") not in samples(cache.open_snapshot("both"))
     assert not list(audit.verify(cache)) and not list(takedown_check.remains(cache))
 
 

@@ -387,8 +387,6 @@ class Files:
         removed = self.store.remove(name, before)
         if removed and layout.has_copy(name):
             self.store.remove(Paths.copy(name))
-        if removed and self._mirror and name.startswith(("shards/", "tables/")):
-            self._mirror.drop(name)
         return removed
 
     def drop_mirrored(self) -> int:

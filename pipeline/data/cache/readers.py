@@ -88,9 +88,8 @@ def living(cache: Cache) -> Iterator[Run]:
                 )
 
 
-def runs(cache: Cache, snapshot_id: str) -> list[tuple[str, str]]:
-    """(host, folder) of the runs that were trained on a snapshot, as the documents of its `trained-ID` say."""
-    name = trained_name(snapshot_id)
+def runs(cache: Cache, name: str) -> list[tuple[str, str]]:
+    """(host, folder) of the runs that were trained on a snapshot, as the documents of a name `trained-ID` of it say."""
     documents = [Paths.numbered(Paths.names(name), number) for number in cache.files.numbers(Paths.names(name))]
     bodies = list(cache.files.documents(documents))
     return list(dict.fromkeys((body["host"], body["run"]) for body in bodies if body.get("run")))

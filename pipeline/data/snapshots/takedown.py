@@ -9,6 +9,7 @@ ended by the next call.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +27,7 @@ from sana_pipe.data.cache.contradictions import contradictions
 from sana_pipe.data.cache.findings import bucket_command, named_snapshots, packs
 from sana_pipe.data.cache.keys import as_keys, binary
 from sana_pipe.data.cache.layout import Paths
-from sana_pipe.data.cache.readers import living, runs, trained_name
+from sana_pipe.data.cache.readers import living, runs
 from sana_pipe.data.cache.rewriting import Rewriter
 from sana_pipe.data.cache.snapshot import Snapshot
 from sana_pipe.data.cache.snapshot_head import Head
@@ -36,6 +37,8 @@ from sana_pipe.data.snapshots.remaking import Changes, remade
 
 TRAINED = "trained-"
 """The beginning of the names that training gives to snapshots."""
+CLAIM = "takedown"
+"""The claim of the process that carries out takedowns."""
 CLAIM_S = 900.0
 """Age of a claim from which on its process on another machine counts as ended."""
 
@@ -122,7 +125,8 @@ class _Work:
         """
         now = self.cache.files.now()
         for entry in self.cache.files.walk("claims"):
-            if not entry.name.startswith(f"claims/{TRAINED}") and now - entry.modified < CLAIM_S:
+            ours = entry.name == Paths.claim(CLAIM) or entry.name.startswith(f"claims/{TRAINED}")
+            if not ours and now - entry.modified < CLAIM_S:
                 fields = _claim(self.cache, entry.name)
                 if fields is not None and not process_identity.has_ended(fields):
                     raise UserError(
@@ -285,15 +289,15 @@ class _Work:
         cache, now = self.cache, self.cache.files.now()
         for shard in self.takedown.shards:  # those of units of which nothing is left would look like lost work
             cache.files.remove(shard)
-        listed = list(garbage.unneeded(cache, 0.0, now))
+        listed = [entry for entry in garbage.unneeded(cache, 0.0, now) if not entry[0].startswith("claims/")]
         removed = garbage.remove(cache, listed, 0.0, now)
         for entry in list(cache.files.walk("damaged")):
             cache.files.remove(entry.name)
             removed.append((entry.name, entry.size, "unreadable"))
-        for entry in list(cache.files.walk("reports")):
-            if self._is_named_in(cache.files.read(entry.name)):
-                cache.files.remove(entry.name)
-                self.log(f"{cache.files.where(entry.name)}: named a picture that goes, and is removed")
+        for path in sorted(cache.files.reports.rglob("*")):
+            if path.is_file() and self._is_named_in(path.read_bytes()):
+                path.unlink()
+                self.log(f"{path}: named a picture that goes, and is removed")
         mirrored = cache.files.drop_mirrored()
         size = sum(entry[1] for entry in removed)
         self.log(f"{len(removed)} files, {size} bytes removed" + (f", and {mirrored} local copies" if mirrored else ""))
@@ -316,12 +320,13 @@ def _with_listing(rows: pa.Table, goes: np.ndarray) -> pa.Table:
 
 
 def _trained(cache: Cache, snapshot_id: str) -> tuple[tuple[str, str, str], ...]:
-    """(snapshot, host, folder) of the runs that were trained on a snapshot; host and folder are "" where the cache
-    knows only that there was one."""
-    if trained_name(snapshot_id) not in cache.names_of(snapshot_id):
-        return ()
-    known = runs(cache, snapshot_id) or [("", "")]
-    return tuple((snapshot_id, host, run) for host, run in known)
+    """(snapshot, host, folder) of the runs that were trained on a snapshot, under its id or an earlier one that is a
+    name of it; host and folder are "" where the cache knows only that there was one."""
+    names = cache.names_of(snapshot_id)
+    trained = [name for name in names if name.startswith(TRAINED)]
+    ids = [snapshot_id, *(name for name in names if re.fullmatch("[0-9a-f]{32}", name))]
+    known = [run for name in trained for run in runs(cache, name) or [("", "")]]
+    return tuple((each, host, run) for each in ids for host, run in known)
 
 
 def _same_content(cache: Cache, old: str, new: str) -> bool:

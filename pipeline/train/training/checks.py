@@ -7,6 +7,7 @@ What: `check_inputs` needs no other process: it runs before the process group is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -86,7 +87,10 @@ def check_start(context: Context, trainable: Trainable, resumed: Resumed | None)
     if begins:
         run_on_all(lambda: checkpoint.check_begins(folder, document, spec, adapter))
         return
-    run_on_all(lambda: checkpoint.check_belongs(folder, document, task.first_state, spec, adapter))
+    known = task.first_state
+    if task.earlier_id == document.state.snapshot:
+        known = replace(known, snapshot=task.earlier_id)
+    run_on_all(lambda: checkpoint.check_belongs(folder, document, known, spec, adapter))
     optimizers.check_resumable(document.config["train"], train)
 
 

@@ -75,6 +75,7 @@ class TrainingTask:
 
     Attributes:
         first_state: snapshot, seed and phase of the order; its step is ignored.
+        earlier_id: the id that a checkpoint has for the same samples, where they got another id since; "": none.
         channels, text_width: of the latents and of the text rows. text_kind: of the encoder of these; None: not known.
         sample_size: side of the latent at the base resolution, for a model trained from scratch.
         compression: pixels per latent side; None: the sides of buckets are not looked at.
@@ -120,6 +121,7 @@ class TrainingTask:
     compression: int | None = None
     patience_s: float = PATIENCE_S
     textfile: str | None = None
+    earlier_id: str = ""
     check: Callable[[Layout], None] = lambda layout: None
     expect: Callable[[Context], Compare | None] = lambda context: None
     accepted: Callable[[], None] = lambda: None
