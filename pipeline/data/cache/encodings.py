@@ -95,9 +95,11 @@ class PictureEncoding(Encoding, ABC):
 
     Attributes:
         picture: the kind of the control picture or mask that they are made of; "" for the sample's own.
+        weighted: whether a snapshot has a weight for each record: that of the pair that the picture is of.
         decoder, resize, crop, background: what decides the pixels; see `images.decoding.load`.
     """
 
+    weighted: ClassVar[bool] = False
     decoder: str = "pillow"
     resize: str = ""
     crop: str = ""

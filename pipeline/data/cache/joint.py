@@ -35,12 +35,13 @@ def joint_schema(encodings: Iterable[Encoding]) -> pa.Schema:
 
 @dataclass(frozen=True)
 class Payload:
-    """A verified payload, copied from a shard of its encoding. shape: of its values."""
+    """A verified payload, copied from a shard of its encoding. shape: of its values. weight: as in `RecordPlace`."""
 
     key: bytes
     checksum: bytes
     payload: bytes | bytearray
     shape: tuple[int, ...]
+    weight: float | None = None
 
 
 class JointWriter(TarWriter):
@@ -127,4 +128,5 @@ class JointWriter(TarWriter):
             "key": record.key,
             "checksum": record.checksum,
             "length": len(record.payload),
+            "weight": record.weight,
         }

@@ -43,12 +43,13 @@ def samples_schema(encodings: Iterable[Encoding]) -> pa.Schema:
     picture record (named after the kind), and `captions`, a list of such structs with `rows` and `weight`.
 
     `shard` is an index into the head's `shards` of that kind. `length` (bytes of the payload) is there where a kind is
-    not stored as plain values.
+    not stored as plain values, `weight` also where records have one (`PictureEncoding.weighted`).
     """
     every = list(encodings)
     caption = caption_of(every)
-    pictures = [(encoding.kind, _place(encoding)) for encoding in pictures_of(every)]
-    captions = pa.list_(_place(caption, ("rows", pa.uint32()), ("weight", pa.float32())))
+    weight = ("weight", pa.float32())
+    pictures = [(each.kind, _place(each, *([weight] if each.weighted else []))) for each in pictures_of(every)]
+    captions = pa.list_(_place(caption, ("rows", pa.uint32()), weight))
     return pa.schema([("sample_id", pa.uint64()), *pictures, ("captions", captions)])
 
 
@@ -105,13 +106,15 @@ class ContentDigest:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordPlace:
-    """The place of a record. length: bytes of a payload that is not plain values."""
+    """The place of a record. length: bytes of a payload that is not plain values. weight: of the pair that a rejected
+    picture is of; None for other records of pictures."""
 
     shard: str
     offset: int
     key: bytes
     checksum: bytes
     length: int | None = None
+    weight: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

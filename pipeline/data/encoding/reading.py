@@ -23,6 +23,7 @@ from sana_pipe.data.sources.config import (
     DataConfig,
     DataGiven,
     MaskPictureConfig,
+    RejectedPictureConfig,
     TagsConfig,
 )
 
@@ -37,6 +38,7 @@ GROUPS = (
     ("image_root",),
     ("pictures.control",),
     ("pictures.mask",),
+    ("pictures.rejected",),
     ("resolution", "buckets"),
     ("signals",),
 )
@@ -52,6 +54,7 @@ _SECTIONS: dict[str, dict[str, Any]] = {
     "tags": TagsConfig().model_dump(),
     "pictures.control": ControlPictureConfig().model_dump(),
     "pictures.mask": MaskPictureConfig().model_dump(),
+    "pictures.rejected": RejectedPictureConfig().model_dump(),
 }
 """Sections that may be null, with the defaults of their options."""
 
@@ -189,7 +192,7 @@ def _of_section(option: str, values: list[dict[str, Any] | None], given: DataGiv
         return now
     merged = {**defaults, **used, **{leaf: now[leaf] for leaf in leaves}}
     if chosen := [way for way in leaves if way in WAYS and now[way] is not None]:
-        merged |= {way: None for way in WAYS if way not in chosen}
+        merged |= {way: None for way in WAYS if way in defaults and way not in chosen}
         if "made" in chosen and "required" not in leaves:
             merged["required"] = True
     return merged
@@ -201,7 +204,7 @@ def _check_ways(data: DataConfig, name: str) -> None:
             option = f"data.pictures.{kind}"
             raise ConfigError(
                 f"{option} does not say where the {kind} pictures of source {name!r} are, and no earlier encode did",
-                expected=f"one of {', '.join(f'{option}.{way}' for way in WAYS)}",
+                expected=f"one of {', '.join(f'{option}.{way}' for way in WAYS if way in type(given).model_fields)}",
                 fix=f"{setting(f'{option}.suffix', f'-{kind}')} for X-{kind}.png next to X.jpg, or "
                 f"{setting(f'{option}.folder', f'{kind}s')} for {kind}s/X.png",
             )

@@ -239,12 +239,13 @@ class RowMaker:
         if "reject" in read or not item.pictures:
             return {}
         rows, settings = list[dict[str, Any]](), self.settings
+        same_area = {one.kind for one in self.source.controls_and_masks if one.same_area}
         for kind, place in item.pictures:
             if place is None:
                 rows.append({"kind": kind, "digest": scan_table.ABSENT})
                 continue
             found = settings.look(self.source, place, settings.max_pixels)
-            if reason := found.get("reject") or _another_shape(found, read):
+            if reason := found.get("reject") or (_another_shape(found, read) if kind in same_area else None):
                 start = f"{UNREADABLE}: " if reason.startswith(UNREADABLE) else ""
                 reason = f"{start}its {kind} picture {escaped(place.item)}: {reason.removeprefix(start)}"
                 return {"reject": reason, **dict.fromkeys(("digest", "width", "height"))}  # looked at again

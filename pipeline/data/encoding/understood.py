@@ -227,7 +227,7 @@ def _names(scan: pa.Table, where: pa.ChunkedArray) -> list[str]:
 
 
 def _controls_and_masks(scan: pa.Table, data: DataConfig) -> dict[str, int]:
-    counts = {kind: 0 for kind, each in data.pictures if each is not None and not each.made}
+    counts = {kind: 0 for kind, each in data.pictures if each is not None and "made" not in each.ways}
     for batch in batches(scan.select(["pictures", "reject"])) if counts else ():
         usable = batch.filter(pc.is_null(batch.column("reject")))
         for kind in counts:

@@ -49,6 +49,8 @@ class Batch:
         bucket: (H, W) in pixels.
         cu_seqlens: (b + 1,) int32 offsets of the packed captions; None if they are padded.
         pictures: the records of `LoaderSettings.pictures` by kind, (b, *shape): bf16, or uint16.
+        pair_weight: (b,) fp32, the weights of the preference pairs whose `rejected` pictures are in `pictures`; else
+            None.
     """
 
     latents: torch.Tensor
@@ -60,6 +62,7 @@ class Batch:
     bucket: tuple[int, int]
     cu_seqlens: torch.Tensor | None = None
     pictures: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    pair_weight: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -373,6 +376,7 @@ class Loader:
         packed = self.settings.text == "packed"
         captions = arrays.texts if packed else arrays.texts.reshape(count, plan.length, arrays.texts.shape[-1])
         bounds = np.append(arrays.begin, arrays.end[-1])
+        weights = next((places["weight"] for places in plan.pictures.values() if "weight" in places), None)
         batches = []
         for start in range(0, count, self.settings.microbatch):
             chosen = slice(start, min(start + self.settings.microbatch, count))
@@ -389,6 +393,7 @@ class Loader:
                     (bucket.height, bucket.width),
                     torch.from_numpy((offsets - offsets[0]).astype(np.int32)) if packed else None,
                     {kind: self._tensor(kind, arrays.pictures[kind][chosen]) for kind in self.settings.pictures},
+                    None if weights is None else torch.from_numpy(weights[chosen].copy()),
                 )
             )
         return batches

@@ -366,7 +366,8 @@ def _tables(
         rows=texts["valid"][frame.text],
         weight=frame.weight,
     )
-    pictures = [places(kind, rows, schema.field(kind).type) for kind, rows in frame.pictures.items()]
+    weight = {name: column for name, column in frame.pairs.items() if name == "weight"}
+    pictures = [places(kind, rows, schema.field(kind).type, **weight) for kind, rows in frame.pictures.items()]
     sample_id = pa.array(frame.sample_id)
     samples = pa.table([sample_id, *pictures, lists(caption)], schema=schema)
     where = [to_column(texts[f"caption_{field.name}"][frame.text]) for field in WRITTEN]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ _PER_SAMPLE = {
     "group": "S16",
 }
 _PER_CAPTION = {"text": np.int64, "weight": np.float32}
+_PER_PAIR: dict[str, Any] = {"rejected": "S16", "weight": np.float32}
 
 
 def ranges(begin: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -53,6 +54,8 @@ class Frame:
         captions: (n + 1,) int64 offsets into the next two.
         text, weight: (m,) int64 rows of the texts' index; (m,) float32.
         group: (n,) S16, of samples that stay on one side of a held-out part (`snapshots.groups`); zeros: no value.
+        pairs: of preference pairs (n,) each: `rejected`, S16 of the rejected picture's file, and `weight`, float32;
+            empty where the samples are no pairs.
     """
 
     source: np.ndarray
@@ -69,13 +72,14 @@ class Frame:
     text: np.ndarray
     weight: np.ndarray
     group: np.ndarray
+    pairs: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.sample_id)
 
     def take(self, rows: np.ndarray, scratch: Scratch) -> Frame:
         """Some rows (a boolean mask, or numbers), in their order. scratch: temporary storage."""
-        columns = FrameColumns(scratch, self.pictures)
+        columns = FrameColumns(scratch, self.pictures, bool(self.pairs))
         for start in range(0, len(rows), ROWS):
             some = rows[start : start + ROWS]
             columns.add(self.take_in_memory(start + np.flatnonzero(some) if rows.dtype == bool else some))
@@ -95,17 +99,19 @@ class Frame:
             text=self.text[captions],
             weight=self.weight[captions],
             pictures={kind: column[rows] for kind, column in self.pictures.items()},
+            pairs={name: column[rows] for name, column in self.pairs.items()},
             **{name: getattr(self, name)[rows] for name in _PER_SAMPLE},
         )
 
 
 class FrameColumns:
-    """Concatenates frames. kinds: of their picture records."""
+    """Concatenates frames. kinds: of their picture records; paired: whether they have `Frame.pairs`."""
 
-    def __init__(self, scratch: Scratch, kinds: Iterable[str]):
+    def __init__(self, scratch: Scratch, kinds: Iterable[str], paired: bool = False):
         dtypes: dict[str, Any] = {**_PER_SAMPLE, **_PER_CAPTION, "captions": np.int64, "ends": np.int64, "items": "u1"}
         self._writers = {name: scratch.writer(dtype) for name, dtype in dtypes.items()}
         self._pictures = {kind: scratch.writer(np.int64) for kind in kinds}
+        self._pairs = {name: scratch.writer(dtype) for name, dtype in _PER_PAIR.items() if paired}
         for name in ("captions", "ends"):
             self._writers[name].add(np.zeros(1))
         self._captions = self._bytes = 0
@@ -115,6 +121,8 @@ class FrameColumns:
             self._writers[name].add(getattr(frame, name))
         for kind, writer in self._pictures.items():
             writer.add(frame.pictures[kind])
+        for name, writer in self._pairs.items():
+            writer.add(frame.pairs[name])
         self._writers["captions"].add(frame.captions[1:] + self._captions)
         self._captions += len(frame.text)
         _, ends, data = frame.item.buffers()
@@ -133,5 +141,6 @@ class FrameColumns:
         return Frame(
             item=pa.LargeStringArray.from_buffers(len(ends) - 1, buffers[1], buffers[2]),
             pictures={kind: writer.finish() for kind, writer in self._pictures.items()},
+            pairs={name: writer.finish() for name, writer in self._pairs.items()},
             **columns,
         )

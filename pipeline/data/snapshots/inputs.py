@@ -31,12 +31,13 @@ PLACES = ("caches", "pack_mib")
 @dataclass(frozen=True)
 class Scan:
     """The last scan of a source, and the cache that holds it. table: digest of the scan's table; sizes: (height, width)
-    of its buckets."""
+    of its buckets; weight: column of the weights of its preference pairs."""
 
     cache: Cache
     table: str
     encodings: dict[str, str]
     sizes: tuple[buckets.Shape, ...] = ()
+    weight: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,9 @@ def _scans(caches: list[Cache], unused: set[str]) -> dict[str, Scan]:
             if body is None:
                 continue
             sizes = tuple((height, width) for height, width in body["buckets"])
-            scan = Scan(cache, body["table"], body["encodings"], sizes)
+            pictures = body.get("read", {}).get("used", {}).get("pictures", {})  # as `encoding.reading` writes it
+            weight = (pictures.get("rejected") or {}).get("weight")
+            scan = Scan(cache, body["table"], body["encodings"], sizes, weight)
             first = scans.setdefault(source, scan)
             if first.table != scan.table and source not in unused:
                 raise CacheError(

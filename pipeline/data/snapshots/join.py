@@ -6,6 +6,8 @@ are joined some thousands at a time; the samples are columns in temporary files 
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +53,11 @@ class EncodedRecords:
     @property
     def caption(self) -> CaptionEncoding:
         return caption_of(self.encodings)
+
+    @property
+    def of_pairs(self) -> PictureEncoding | None:
+        """Return the encoding of the rejected pictures; None: the samples are no preference pairs."""
+        return next((encoding for encoding in self.pictures if encoding.weighted), None)
 
     @property
     def texts(self) -> RecordIndex:
@@ -114,7 +121,8 @@ class Joined:
     def frame(self) -> Frame:
         """All joined samples in one frame."""
         if len(self.frames) != 1:
-            columns = FrameColumns(self.scratch, self.frames[0].pictures if self.frames else ())
+            first = self.frames[0] if self.frames else None
+            columns = FrameColumns(self.scratch, first.pictures if first else (), bool(first and first.pairs))
             for frame in self.frames:
                 for piece in pieces(len(frame)):
                     columns.add(frame.take_in_memory(np.arange(piece.start, piece.stop)))
@@ -147,8 +155,19 @@ def without_policy(scan: pa.Table) -> pa.Table:
     return scan.set_column(scan.schema.get_field_index("reject"), "reject", reject)
 
 
-def join(joined: Joined, source: str, scan: pa.Table, records: EncodedRecords, resolution: Resolution) -> None:
-    """Add the samples of one source at one resolution. scan: the source's scan table."""
+def join(
+    joined: Joined,
+    source: str,
+    scan: pa.Table,
+    records: EncodedRecords,
+    resolution: Resolution,
+    weight: str | None = None,
+) -> None:
+    """Add the samples of one source at one resolution.
+
+    Args:
+        scan: the source's scan table. weight: column of the pairs' weights; None: 1.
+    """
     scan = usable(joined, scan)
     if resolution.policy is not None:
         scan = allowed(joined, scan, resolution)
@@ -156,9 +175,10 @@ def join(joined: Joined, source: str, scan: pa.Table, records: EncodedRecords, r
     if source not in joined.sources:
         joined.sources.append(source)
     missing = _Missing(failed)
-    columns = FrameColumns(joined.scratch, (encoding.kind for encoding in records.pictures))
+    every = (encoding.kind for encoding in records.pictures)
+    columns = FrameColumns(joined.scratch, every, records.of_pairs is not None)
     for batch in batches(scan):
-        columns.add(_joined(joined, source, batch, records, resolution, missing))
+        columns.add(_joined(joined, source, batch, records, resolution, missing, weight))
     joined.frames.append(columns.frame())
     for what, kinds in missing.rejects.items():
         joined.leave_kinds(what, kinds.ranked(), lambda _: f"fix the files and {ENCODE}")
@@ -188,13 +208,21 @@ class _Missing:
 
 
 def _joined(
-    joined: Joined, source: str, scan: pa.Table, records: EncodedRecords, resolution: Resolution, missing: _Missing
+    joined: Joined,
+    source: str,
+    scan: pa.Table,
+    records: EncodedRecords,
+    resolution: Resolution,
+    missing: _Missing,
+    weight_column: str | None,
 ) -> Frame:
     """The samples of some items; see `join`."""
     scan, columns, pictures = _with_pictures(joined, scan, records, resolution, missing)
     with_caption, offsets, text, weight = _caption_records(joined, scan, records, missing)
     items = text_column(scan.column("item").filter(pa.array(with_caption)))
     picture_id = sample_ids(source, items)
+    paired = records.of_pairs
+    of_pairs = {} if paired is None else pair_columns(scan, paired.picture, weight_column)
     variant = resolution.variant
     return Frame(
         source=np.full(len(items), joined.sources.index(source), np.int32),
@@ -207,8 +235,28 @@ def _joined(
         weight=weight,
         pictures={kind: rows[with_caption] for kind, rows in pictures.items()},
         group=fixed(scan.column(GROUP))[with_caption] if GROUP in scan.column_names else np.zeros(len(items), "S16"),
+        pairs={name: column[with_caption] for name, column in of_pairs.items()},
         **{name: column[with_caption] for name, column in columns.items()},
     )
+
+
+def pair_columns(scan: pa.Table, picture: str, weight: str | None) -> dict[str, np.ndarray]:
+    """`Frame.pairs` of usable items. picture: kind of the rejected pictures; weight: column of the metadata."""
+    return {
+        "rejected": fixed(scan_table.places(scan, picture).column("digest")),
+        "weight": np.array([_weight(meta, weight) for meta in scan.column("meta").to_pylist()], np.float32),
+    }
+
+
+def _weight(meta: str | None, column: str | None) -> float:
+    """The weight of a pair, 0 of a tie; NaN where the column holds no number of at least 0. meta: JSON object."""
+    if column is None:
+        return 1.0
+    try:
+        value = float(json.loads(meta or "{}").get(column))
+    except (TypeError, ValueError):
+        return math.nan
+    return value if 0 <= value < math.inf else math.nan
 
 
 def _with_pictures(

@@ -20,7 +20,7 @@ from sana_pipe.base.errors import CacheError
 from sana_pipe.data.cache.arrow import batches
 from sana_pipe.data.cache.snapshot_head import HeldOut, Policies
 from sana_pipe.data.signals.phash import ANEW, HashEncoding
-from sana_pipe.data.snapshots import balance, groups, near, near_samples, selection
+from sana_pipe.data.snapshots import balance, groups, near, near_samples, pairs, selection
 from sana_pipe.data.snapshots.assemble import Assembled, assemble, folder_repeats
 from sana_pipe.data.snapshots.config import BucketConfig, SourceConfig
 from sana_pipe.data.snapshots.duplicates import Duplicates, Named, unused
@@ -99,6 +99,9 @@ class _Maker:
         if common or by_source:
             tables = [resolution.table for resolution in self.inputs.resolutions]
             items = selection.filtered(joined, items, common, by_source, tables)
+        if (of_pairs := self.inputs.records.of_pairs) is not None:
+            weights = {source: scan.weight for source, scan in self.inputs.scans.items()}
+            items = pairs.usable(joined, items, of_pairs.picture, weights)
         if settings.group is not None:
             items, self.values = groups.add_groups(joined, items, settings.group)
         for source, table in items.items():
@@ -113,8 +116,9 @@ class _Maker:
                 )
             else:
                 joined.repeats[source] = {visits or 1: items for visits, items in sorted(counts.items())}
+            weight = self.inputs.scans[source].weight
             for resolution in self.inputs.resolutions:
-                join(joined, source, table, self.inputs.records, resolution)
+                join(joined, source, table, self.inputs.records, resolution, weight)
 
     def make(self) -> tuple[Made, Made | None]:
         settings, joined, visits = self.settings, self.joined, [Fraction(1)]
@@ -172,6 +176,8 @@ class _Maker:
         if near_groups is not None:
             keys, better = near_groups.keys, selection.larger(frame, self.inputs.records)
             flat = near_groups.not_compared
+        if frame.pairs:  # a picture may be chosen in several pairs
+            keys = pairs.equal_pairs(frame, keys)
         names = Named.of(settings.dedup_keep, self.inputs.scans)
         kept, pictures = names.rows(joined, frame) if settings.dedup_keep else (None, {})
         missing = [name for name in settings.dedup_keep if name not in pictures]
@@ -216,6 +222,8 @@ class _Maker:
         """The samples to train on, and the snapshot of those held out, if there are any. keys: of the groups that stay
         on one side; None: digests."""
         joined, share = self.joined, self.settings.heldout
+        if frame.pairs and share:
+            keys = pairs.sharing_pictures(frame, keys)
         held_out = selection.heldout(frame.digest if keys is None else keys, share, joined.scratch)
         if keys is not None:  # a new copy may have another digest, and with it another side
             held_out &= ~selection.in_earlier_snapshot(joined, frame, self.earlier, keys)

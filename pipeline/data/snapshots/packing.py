@@ -226,7 +226,7 @@ class Packer:
 def _record(reader: ShardReader, place: RecordPlace | TextPlace, shape: tuple[int, ...]) -> Payload:
     length = 2 * int(np.prod(shape)) if place.length is None else place.length
     payload = reader.stored(place.shard, place.offset, place.key, place.checksum, length)
-    return Payload(place.key, place.checksum, payload, shape)
+    return Payload(place.key, place.checksum, payload, shape, getattr(place, "weight", None))
 
 
 def assembled(cache: Cache, snapshot: Snapshot, plan: WorkList) -> Head:

@@ -219,7 +219,7 @@ def deduplicated(
             counts = np.diff(ends)[group[chosen]]
             heirs.add(np.repeat(rows[chosen], counts))
             inherited.add(captions[ranges(ends[group[chosen]], counts)])
-    what, instead = ("is the same as", "none") if keys is None else ("looks the same as", "image")
+    what, instead = ("is the same as", "none") if better is None else ("looks the same as", "image")
     left_out = len(keep) - int(np.count_nonzero(keep))
     to_keep = f"name it in bucket.dedup_keep, or bucket.dedup={instead}"
     joined.leave(f"its picture {what} another sample's", left_out, to_keep)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -24,23 +24,24 @@ class TagsConfig(Section):
 
 
 WAYS = ("suffix", "folder", "column", "made")
-"""The options that say where a control picture or mask is."""
+"""The options that say where another picture of a sample is."""
 
 
-class ControlOrMaskConfig(Section):
-    """The place of a control picture or mask of each sample: `suffix`, `folder`, `column` or `made`, one of them. It is
-    cropped and resized as the sample's picture, so it must show the same area; its size in pixels may differ."""
+class OtherPictureConfig(Section):
+    """The place of another picture of each sample.
+
+    same_area: it shows the same area as the sample's picture, so its sides must have the same ratio."""
+
+    same_area: ClassVar[bool] = True
 
     suffix: str | None = None
     """The end of its name that the picture's name lacks: `.control` for `x.control.png` (in a tar, too) next to
-    `x.jpg`, `-masklabel` for `x-masklabel.png`."""
+    `x.jpg`, `-masklabel` for `x-masklabel.png`. `_w/_l`: `x_l.png` is that of `x_w.jpg`."""
     folder: Location | None = None
     """The folder, relative to the data, that has it under the picture's name: with `edges`, `edges/x.png` is that of
     `x.jpg` and of `photos/x.jpg`."""
     column: str | None = None
     """The column of a table or of metadata.jsonl that holds it, or its file name."""
-    required: bool = True
-    """true: a sample without it is rejected. Otherwise it counts as a black control picture, or as a white mask."""
 
     @property
     def ways(self) -> list[str]:
@@ -56,9 +57,17 @@ class ControlOrMaskConfig(Section):
         if folder.startswith("/") or "://" in folder or {".", ".."} & {*folder.split("/")}:
             example = "edges for DIR/edges of --data DIR, which holds the pictures, too"
             raise ValueError(f"folder is relative to the data: {example} (found {folder})")
-        if made is not None and not self.required:
+        if made is not None and not getattr(self, "required", True):
             raise ValueError("required: false goes with suffix, folder and column: what is made is never missing")
         return self
+
+
+class ControlOrMaskConfig(OtherPictureConfig):
+    """The place of a control picture or mask of each sample: `suffix`, `folder`, `column` or `made`, one of them. It is
+    cropped and resized as the sample's picture, so it must show the same area; its size in pixels may differ."""
+
+    required: bool = True
+    """true: a sample without it is rejected. Otherwise it counts as a black control picture, or as a white mask."""
 
 
 class ControlPictureConfig(ControlOrMaskConfig):
@@ -75,13 +84,36 @@ class MaskPictureConfig(ControlOrMaskConfig):
     """alpha: the transparency of the sample's picture; what is opaque is learned."""
 
 
+class RejectedPictureConfig(OtherPictureConfig):
+    """The rejected picture of a preference pair: `suffix`, `folder` or `column`, one of them. The sample's picture is
+    the chosen one; the rejected one is resized and cropped to its bucket. A picture without one is no pair and is
+    rejected."""
+
+    same_area: ClassVar[bool] = False
+
+    weight: str | None = None
+    """The column of a table or of metadata.jsonl that holds the weight of a pair, such as votes or a margin, a positive
+    number; 0 is a tie, which `bucket` leaves out. null: all have the weight 1."""
+    label: str | None = None
+    """With `column`: the column that says which picture of a row is better. 1: the sample's. 0: that of `column`; the
+    two change places. 0.5: none; the row is rejected as a tie. null: the sample's is, in all rows."""
+
+    @model_validator(mode="after")
+    def _label_with_column(self) -> Self:
+        if self.label is not None and (self.suffix or self.folder):
+            raise ValueError("label goes with column: suffix and folder say which picture is the rejected one")
+        return self
+
+
 class ControlsAndMasks(Section):
-    """Control pictures and masks of each sample, which `encode` makes records of."""
+    """Control pictures, masks and rejected pictures of each sample, which `encode` makes records of."""
 
     control: ControlPictureConfig | None = None
     """The control picture; its latents train a ControlNet."""
     mask: MaskPictureConfig | None = None
     """The mask; it weights the loss of each position of the latent."""
+    rejected: RejectedPictureConfig | None = None
+    """The rejected picture; its latents train from preference pairs."""
 
 
 class DataConfig(Section):
@@ -118,7 +150,7 @@ class DataConfig(Section):
     image_root: Location | None = None
     """The folder that a table's file names are relative to; null: the table's folder."""
     pictures: ControlsAndMasks = ControlsAndMasks()
-    """Control pictures and masks of each sample."""
+    """Control pictures, masks and rejected pictures of each sample."""
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)
     """Colour behind transparent pixels (red, green, blue)."""
     max_pixels: Positive = 200_000_000

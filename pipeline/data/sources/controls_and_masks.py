@@ -1,25 +1,33 @@
-"""Control pictures and masks of a sample (`data.pictures`): how a source finds them next to the picture."""
+"""Control pictures, masks and rejected pictures of a sample (`data.pictures`): how a source finds them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from sana_pipe.base.errors import UserError
-from sana_pipe.data.sources.config import ControlOrMaskConfig, ControlsAndMasks
-from sana_pipe.data.sources.filenames import base, composed
+from sana_pipe.data.sources.config import ControlsAndMasks, OtherPictureConfig
+from sana_pipe.data.sources.filenames import base, composed, short_repr
 
 
 @dataclass(frozen=True)
 class ControlOrMask:
-    """A kind of control pictures and masks. One of `suffix`, `folder` and `column` is set, as in
-    `ControlOrMaskConfig`."""
+    """A kind of control pictures, masks or rejected pictures. One of `suffix`, `folder` and `column` is set, and
+    `same_area` is, as in `OtherPictureConfig`.
+
+    can_lack: whether `required: false` can be set. label: as in `RejectedPictureConfig`.
+    """
 
     kind: str
     suffix: str | None
     folder: str | None
     column: str | None
     required: bool
+    can_lack: bool = field(default=True, repr=False)  # stamps of tars have the repr
+    same_area: bool = field(default=True, repr=False)
+    label: str | None = None
 
     @property
     def way(self) -> str:
@@ -40,25 +48,40 @@ class ControlOrMask:
     def remedy(self) -> str:
         """Say what a user can do where samples lack it."""
         places = {
-            "suffix": f"put X{self.suffix}.png next to X.jpg",
+            "suffix": "put X{1}.png next to X{0}.jpg".format(*("/" + (self.suffix or "")).rsplit("/", 2)[-2:]),
             "folder": f"put the {self.kind} picture of X.jpg into the data as {(self.folder or '').strip('/')}/X.png",
             "column": f"fill the column {self.column}",
         }
         option = f"data.pictures.{self.kind}"
-        return (
-            f"{self.option} finds none: {places[self.way]}, or name another place by {option}; "
-            f"--set {option}.required=false does without it"
-        )
+        without = f"; --set {option}.required=false does without it" if self.can_lack else ""
+        return f"{self.option} finds none: {places[self.way]}, or name another place by {option}{without}"
+
+    def is_better(self, row: Mapping[str, Any]) -> bool | str:
+        """Return whether it is better than the sample's picture by the column `label` of a row, so that the two change
+        places; or the reason why the row is no pair."""
+        if self.label is None:
+            return False
+        try:
+            value = float(row.get(self.label))  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            value = math.nan
+        if value == 0.5:
+            return f"its pair is a tie (data.pictures.{self.kind}.label: {self.label})"
+        if value not in (0, 1):
+            found = short_repr(row.get(self.label))
+            return f"its {self.label!r} is {found}: expected 1, 0, or 0.5 for a tie (data.pictures.{self.kind}.label)"
+        return value == 0
 
     def owner(self, name: str) -> str | None:
         """The `base` of the pictures that a file is the control picture or mask of; None: it is none by its name."""
         if self.folder is not None:
             above, inside, below = f"/{name}".partition(f"/{self.folder.strip('/')}/")
             return base(f"{above}/{below}"[1:]) if inside else None
-        stem, suffix = base(name), composed(self.suffix or "")
+        of_picture, _, own = (self.suffix or "").rpartition("/")
+        stem, suffix = base(name), composed(own)
         picture = stem[: -len(suffix)]
         belongs = suffix and picture and stem[len(picture) :].lower() == suffix.lower()
-        return base(f"{picture}.png") if belongs else None
+        return base(f"{picture}{of_picture}.png") if belongs else None
 
     def owners(self, key: str) -> list[str]:
         """Return what `owner` may give for the control picture or mask of a picture. A folder `train/masks` is next to
@@ -89,9 +112,18 @@ def sisters(key: str) -> list[str]:
 
 def wanted(pictures: ControlsAndMasks) -> tuple[ControlOrMask, ...]:
     """Return those that a source has to find; what is made from the sample's picture is none of them."""
-    every: Iterable[tuple[str, ControlOrMaskConfig | None]] = pictures
+    every: Iterable[tuple[str, OtherPictureConfig | None]] = pictures
     return tuple(
-        ControlOrMask(kind, given.suffix, given.folder, given.column, given.required)
+        ControlOrMask(
+            kind,
+            given.suffix,
+            given.folder,
+            given.column,
+            getattr(given, "required", True),
+            can_lack="required" in type(given).model_fields,
+            same_area=given.same_area,
+            label=getattr(given, "label", None),
+        )
         for kind, given in every
         if given is not None and (given.suffix or given.folder or given.column)
     )
@@ -110,6 +142,6 @@ def check(controls_and_masks: Iterable[ControlOrMask], ways: frozenset[str], for
     for one in controls_and_masks:
         if one.way not in ways:
             raise UserError(
-                f"{one.option}: control pictures and masks of a source of the format {format} are not found this way",
+                f"{one.option}: pictures of a source of the format {format} are not found this way",
                 expected=" or ".join(f"data.pictures.{one.kind}.{way}" for way in sorted(ways)) or "none",
             )

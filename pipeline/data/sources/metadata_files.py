@@ -91,7 +91,8 @@ class MetadataReader:
         files: Sequence[str] = (),
     ):
         self.filesystem, self.rule, self._scratch = filesystem, rule, scratch
-        self.column_names = [one.column for one in controls_and_masks if one.column is not None]
+        self._in_columns = [one for one in controls_and_masks if one.column is not None]
+        self.column_names = [str(one.column) for one in self._in_columns]
         self.others = scratch.row_writer(_PICTURES)
         self._named, self._rejects = scratch.row_writer(_NAMED), scratch.row_writer(REJECTS)
         self.columns: dict[str, None] = {}
@@ -137,6 +138,12 @@ class MetadataReader:
         Raises:
             UserError: the first name of the file is a picture on a web server.
         """
+        for one in self._in_columns:
+            if isinstance(is_better := one.is_better(row), str):
+                self.reject(where, is_better)
+                return None
+            if is_better:
+                row[picture], row[str(one.column)] = row.get(str(one.column)), row.get(picture)
         value = row.get(picture)
         name = row[picture] = only(value)
         if not isinstance(name, str) or not name:

@@ -251,10 +251,23 @@ class ParquetSource(FilesSource):
             else:
                 item = self._item(at, values, picture)
                 if isinstance(item, Item) and controls_and_masks:
-                    item = self._with_pictures(
-                        item, at, {one: _value(every[row]) for one, every in controls_and_masks.items()}
-                    )
+                    other = {one: _value(every[row]) for one, every in controls_and_masks.items()}
+                    item = self._in_order(self._with_pictures(item, at, other), values, column)
                 yield item
+
+    def _in_order(self, item: Item | Reject, values: dict[str, Any], column: str) -> Item | Reject:
+        """An item whose picture and rejected picture change places where the row's label says so. column: of the
+        picture."""
+        for one in self.controls_and_masks if isinstance(item, Item) else ():
+            assert isinstance(item, Item)
+            if isinstance(is_better := one.is_better(values), str):
+                return Reject(item.key, is_better)
+            if is_better and (better := dict(item.pictures)[one.kind]) is not None:
+                name = item.where[1:] if str(item.where).startswith("=") and item.where else f"{item.key}/{column}"
+                worse = Place(name, item.part, item.where)
+                pictures = tuple((kind, worse if kind == one.kind else place) for kind, place in item.pictures)
+                item = replace(item, part=better.part, where=better.where, pictures=pictures)
+        return item
 
     def _with_pictures(self, item: Item, row: Place, values: dict[ControlOrMask, Any]) -> Item | Reject:
         """An item with its control pictures and masks. row: its place without that of the picture; values: of their

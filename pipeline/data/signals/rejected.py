@@ -1,0 +1,38 @@
+"""Rejected pictures of preference pairs: what the VAE makes of them at the resolution of the chosen picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from sana_pipe.data.encoding.config import EncodeConfig
+from sana_pipe.data.signals import Encoders
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.sources.config import DataConfig
+
+
+@dataclass(frozen=True)
+class RejectedEncoding(LatentEncoding):
+    """Values as those of a latent, of the picture that `data.pictures.rejected` finds."""
+
+    kind: ClassVar[str] = "rejected"
+    noun: ClassVar[str] = "rejected pictures"
+    optional: ClassVar[bool] = True
+    weighted: ClassVar[bool] = True
+
+    @property
+    def picture(self) -> str:
+        return self.kind
+
+    @classmethod
+    def wanted(cls, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Self | None:  # type: ignore[override]
+        if data.pictures.rejected is None:
+            return None
+        return cls(**LatentEncoding.wanted(encoders, data, encode).values())
+
+    def settings(self, encoders: Encoders, data: DataConfig, encode: EncodeConfig) -> Mapping[str, tuple[Any, Any]]:
+        return {}
+
+    def comparison(self, encoders: Encoders) -> None:
+        return None
