@@ -31,7 +31,6 @@ from sana_pipe.data.encoders.text_kind import TextKind, kind_at, kind_of
 from sana_pipe.data.images import buckets
 from sana_pipe.train.models.adapters import adapter_of
 from sana_pipe.train.models.spec import ModelSpec, spec_at, spec_from_arch
-from sana_pipe.train.models.weight_files import text_kind_of
 
 
 @dataclass
@@ -208,8 +207,7 @@ def _misfits(
         checks = [*(partial(of_widths, **each) for each in widths), partial(adapter_of, config.train, transformer)]
     if shape is not None and text is not None:
         fix = "set text.id to the encoder of the model that is trained, or to the pipeline that has it"
-        trained = None if config.model.weights is None else text_kind_of(config.model.weights)
-        checks.append(partial(shape.check_text_kind, f"text.id ({config.text.id})", fix, text.name, trained))
+        checks.append(partial(shape.check_text_kind, f"text.id ({config.text.id})", fix, text.name))
     if vae is not None:
         checks.append(partial(_check_sides, config, transformer, vae[0]))
     for check in checks:

@@ -40,7 +40,6 @@ from sana_pipe.tools.reporting.export_folder import (
 from sana_pipe.tools.reporting.export_readme import TrainedModel, copy_pictures, readme, trigger_of
 from sana_pipe.train.models.adapters import Adapter, Merged, adapter_from, files
 from sana_pipe.train.models.spec import ModelSpec
-from sana_pipe.train.models.weight_files import text_kind_of
 from sana_pipe.train.training import checkpoint as checkpoints
 from sana_pipe.train.training.base_weights import whole_weights
 
@@ -293,7 +292,7 @@ def _parts(config: Config, architecture: ModelSpec) -> Parts:
     of_text = f"the text encoder {config.text.id}"
     architecture.check_widths(of_text, fix, text_width=text_width(text))
     if config.model.weights is not None:
-        architecture.check_text_kind(of_text, fix, kind_at(text).name, text_kind_of(config.model.weights))
+        architecture.check_text_kind(of_text, fix, kind_at(text).name)
     return Parts(vae, text, hub.resolve(config.text.tokenizer, TOKENIZER), compression)
 
 

@@ -1018,16 +1018,6 @@ def test_weights_and_rows_of_another_text_encoder(tmp_path: Path) -> None:
     assert (
         fit(tuned.train, replace(tiny_run.task(tuned), text_kind="gemma2"), Launch(), log=lambda line: None).step == 1
     )
-    # an export of the model from scratch has its encoder next to it
-    (export := tmp_path / "export").mkdir()
-    (tmp_path / "weights").rename(export / "transformer")
-    (export / "text_encoder").mkdir()
-    (export / "text_encoder/config.json").write_text('{"model_type": "t5_gemma_module"}')
-    tree["model"]["weights"]["id"], tree["train"]["output"] = str(export), str(tmp_path / "tuned again")
-    tuned = Config.model_validate(tree)
-    fit(tuned.train, replace(tiny_run.task(tuned), text_kind="t5gemma"), Launch(), log=lambda line: None)
-    with pytest.raises(ConfigError, match=naming("gemma2", "t5gemma", "text.id")):
-        fit(tuned.train, replace(tiny_run.task(tuned), text_kind="gemma2"), Launch(), log=lambda line: None)
 
 
 def test_weights_that_are_not_there(tmp_path: Path) -> None:

@@ -316,16 +316,14 @@ class ModelSpec(ABC):
                     fix=fix,
                 )
 
-    def check_text_kind(self, what: str, fix: str, found: str, trained: str | None = None) -> None:
+    def check_text_kind(self, what: str, fix: str, found: str) -> None:
         """Refuse rows of another text encoder than the weights were trained with, which may be as wide. what: that they
-        are from. found: the encoder's kind. trained: the kind that is known of these weights (`text_kind_of`); None:
-        that of the released ones."""
-        wanted = trained or self.text_kind
-        if wanted not in (None, found):
+        are from. found: the encoder's kind."""
+        if self.text_kind not in (None, found):
             raise ConfigError(
-                f"the weights and {what} do not fit together: these of {self.class_name} read text rows of {wanted}, "
-                f"and those are of {found}",
-                expected=wanted,
+                f"the weights and {what} do not fit together: {self.class_name} reads text rows of {self.text_kind}, "
+                f"and these are of {found}",
+                expected=self.text_kind,
                 found=found,
                 fix=fix,
             )

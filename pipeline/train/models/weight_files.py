@@ -18,7 +18,6 @@ import xxhash
 from torch import Tensor
 
 from sana_pipe.base import hub
-from sana_pipe.base.config import Weights
 from sana_pipe.base.errors import UserError, writing
 from sana_pipe.train.models.spec import raw_bytes
 
@@ -28,10 +27,6 @@ MAX_SHARD_BYTES = 5_000_000_000  # diffusers' default, "5GB"
 _STORED_AS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 Rows = Callable[[str, Tensor], Tensor]
 """Reorders the rows of a parameter, given its name (`ModelSpec.rows_to_file`)."""
-
-
-_TEXT_KINDS = {"t5_gemma_module": "t5gemma"}
-"""`model_type` of an encoder alone -> its kind."""
 
 
 def mapped(paths: Sequence[Path]) -> dict[str, Tensor]:
@@ -113,17 +108,6 @@ class FolderWeights:
 
     def _box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         return self._tensors[name][tuple(slice(a, a + n) for a, n in zip(offsets, lengths, strict=True))]
-
-
-def text_kind_of(weights: Weights) -> str | None:
-    """Return the kind of text encoder that stands next to weights in a folder on this machine, as in an export or a
-    downloaded pipeline; None: there is none."""
-    config = Path(weights.id) / "text_encoder" / "config.json"
-    try:
-        kind = json.loads(config.read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return _TEXT_KINDS.get(kind, kind)
 
 
 def as_stored(name: str, tensor: Tensor) -> Tensor:

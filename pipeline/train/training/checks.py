@@ -19,7 +19,6 @@ from sana_pipe.base.metrics import trackers
 from sana_pipe.base.options import flat
 from sana_pipe.train.config import TrainConfig
 from sana_pipe.train.models.spec import ModelSpec
-from sana_pipe.train.models.weight_files import text_kind_of
 from sana_pipe.train.parallel import pipeline_parallel, tensor_parallel
 from sana_pipe.train.parallel.collectives import require_equal, run_on_all
 from sana_pipe.train.parallel.mesh import Layout, check_sizes
@@ -78,7 +77,7 @@ def check_start(context: Context, trainable: Trainable, resumed: Resumed | None)
     fix = "train on a snapshot made with this model's encoders, or change the model section"
     run_on_all(lambda: spec.check_widths("the snapshot", fix, channels=task.channels, text_width=task.text_width))
     if task.text_kind is not None and task.model.weights is not None:
-        run_on_all(partial(_check_text, spec, task, f"{fix}; text.id names the encoder"))
+        run_on_all(partial(spec.check_text_kind, "the snapshot", f"{fix}; text.id names the encoder", task.text_kind))
     if task.compression is not None:
         run_on_all(partial(_check_buckets, spec, task.batches, task.compression))
     if resumed is None:
@@ -92,13 +91,6 @@ def check_start(context: Context, trainable: Trainable, resumed: Resumed | None)
         known = replace(known, snapshot=task.earlier_id)
     run_on_all(lambda: checkpoint.check_belongs(folder, document, known, spec, adapter))
     optimizers.check_resumable(document.config["train"], train)
-
-
-def _check_text(spec: ModelSpec, task: TrainingTask, fix: str) -> None:
-    """Refuse rows of another text encoder than the start weights were trained with."""
-    assert task.text_kind is not None
-    assert task.model.weights is not None
-    spec.check_text_kind("the snapshot", fix, task.text_kind, text_kind_of(task.model.weights))
 
 
 def _check_buckets(spec: ModelSpec, batches: Mapping[str, int], compression: int) -> None:
