@@ -36,6 +36,7 @@ from sana_pipe.tools.planning.predict import Data, Machine, architecture
 from sana_pipe.tools.planning.search import Search
 from sana_pipe.tools.planning.trace import Shape, Traced
 from sana_pipe.train.config import TrainConfig
+from sana_pipe.train.models.prx import PRX
 from sana_pipe.train.models.sana_config import SanaConfig
 from sana_pipe.train.models.spec import ModelSpec
 from sana_pipe.train.models.zimage_config import ZImageConfig
@@ -76,7 +77,13 @@ CONFIGURATIONS |= {
     "Z-Image, LoRA, fp32, nothing recomputed": (1, {"precision": "fp32", "activation_checkpointing": "none", **LORA}),
     "Z-Image, FSDP2 of 2, bf16": (2, {}),
 }
+CONFIGURATIONS |= {
+    "PRX, bf16, recomputed": (1, {}),
+    "PRX, LoRA, fp32, nothing recomputed": (1, {"precision": "fp32", "activation_checkpointing": "none", **LORA}),
+    "PRX, FSDP2 of 2, bf16": (2, {}),
+}
 ZIMAGE = ZImageConfig(dim=1280, n_heads=10, n_kv_heads=10, n_layers=3, n_refiner_layers=1)
+PRX_OF_DC_AE = PRX(in_channels=32, patch_size=1, hidden_size=896, num_heads=14, depth=3)
 NARROW = SanaConfig(
     num_layers=2,
     num_attention_heads=18,
@@ -105,6 +112,8 @@ def real(architecture: ModelSpec, train: TrainConfig, shape: Shape, mesh: Any, s
 def sizes(name: str, options: argparse.Namespace) -> tuple[ModelSpec, Shape]:
     if name.startswith("Z-Image"):
         return ZIMAGE, Shape(32, 32, 64, 2)
+    if name.startswith("PRX"):
+        return PRX_OF_DC_AE, Shape(32, 32, 64, 2)
     if name.startswith("large latents"):
         return replace(NARROW, num_layers=4), Shape(48, 48, 128, 2)
     side, rows = (12, 64) if options.quick else (16, 128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -23,8 +24,10 @@ from sana_pipe.base.errors import ConfigError
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.signals.latent import LatentEncoding
 from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.tools.planning import predict
 from sana_pipe.tools.reporting import export_folder
 from sana_pipe.tools.reporting.draw_latents import SnapshotTensors
+from sana_pipe.train.models.config import ModelConfig
 from sana_pipe.train.models.prx import PRX
 from sana_pipe.train.models.sampler import noise_of, pad_rows
 from sana_pipe.train.models.spec import spec_of
@@ -32,8 +35,11 @@ from sana_pipe.train.training import checkpoint, metrics
 from tests.support import tiny_models
 from tests.support.checkpoints import load_model_state
 from tests.support.drawings import draw_for
+from tests.support.messages import naming
 
-TINY = PRX(in_channels=16, context_in_dim=128, hidden_size=32, num_heads=4, depth=2, axes_dim=(4, 4))
+TINY = PRX(in_channels=16, patch_size=1, context_in_dim=128, hidden_size=32, num_heads=4, depth=2, axes_dim=(4, 4))
+RELEASED = PRX(in_channels=32, patch_size=1)
+"""PRX 1.3B on the latents of DC-AE."""
 OPTIONS = ["train.device=cpu", "train.precision=fp32", "train.log_every=1", "train.ema={}", "train.flow.shift=3"]
 OPTIONS += ["model.arch=null", "train.optim.warmup_steps=0", "train.compile=none", "train.optim.lr=1e-3"]
 
@@ -90,7 +96,7 @@ def test_operations_are_counted() -> None:
     samples, tokens, rows = 2, 48, 14
     attention = 3 * 2 * TINY.depth * 2 * (samples * tokens * tokens + rows * tokens) * TINY.hidden_size
     assert counter.get_total_flops() + attention == TINY.training_flops(samples, tokens, rows)
-    assert sum(torch.Size(shape).numel() for shape in PRX().shapes().values()) == 1_170_576_928
+    assert sum(torch.Size(shape).numel() for shape in RELEASED.shapes().values()) == 1_170_576_928
 
 
 def test_start_values_are_those_that_diffusers_class_begins_with() -> None:
@@ -104,6 +110,18 @@ def test_start_values_are_those_that_diffusers_class_begins_with() -> None:
             assert float(drawn.std()) == pytest.approx(spread, rel=0.2, abs=1e-9), name
 
 
+def test_defaults_are_those_of_diffusers() -> None:
+    theirs = inspect.signature(PRXTransformer2DModel.__init__).parameters
+    ours = {name: value for name, value in PRX().to_dict().items() if not name.startswith("_")}
+    expected = {name: parameter.default for name, parameter in theirs.items() if name != "self"}
+    assert ours == {**expected, "axes_dim": [32, 32]} and expected["axes_dim"] is None
+    for given in ({}, {"axes_dim": None}):
+        assert spec_of({"_class_name": PRX.class_name, **given}) == PRX()
+    for name in ("prx-512-t2i-dc-ae", "prx-512-t2i-dc-ae-sft"):
+        model = ModelConfig.model_validate({"weights": f"Photoroom/{name}"})
+        assert predict.architecture(model, 512, predict.Data({}, None, 256)) == RELEASED
+
+
 def test_what_is_not_implemented_is_refused_by_name() -> None:
     assert spec_of(TINY.to_dict()) == TINY
     for change in ({"bottleneck_size": 8}, {"resolution_embeds": True}, {"another": 1}):
@@ -114,6 +132,8 @@ def test_what_is_not_implemented_is_refused_by_name() -> None:
     for sizes, option in (((2, 1), "tp_size"), ((1, 2), "pp_size")):
         with pytest.raises(ConfigError, match=option):
             TINY.check_parallel(*sizes)
+    with pytest.raises(ConfigError, match=naming("axes_dim", "[3, 5]")):
+        spec_of({**TINY.to_dict(), "axes_dim": [3, 5]})
     with pytest.raises(ConfigError, match="in_channels is 16"):
         TINY.check_widths("these latents", "another model", channels=32)
     with pytest.raises(ConfigError, match="caption_channels is 128"):

@@ -50,6 +50,8 @@ _RELEASED: dict[str, dict[str, Any]] = {
     "SANA1.5_1.6B": {"qk_norm": "rms_norm_across_heads"},
     "SANA1.5_4.8B": {"qk_norm": "rms_norm_across_heads", "num_layers": 60},
 }
+_PRX_DC_AE = {"_class_name": "PRXTransformer2DModel", "in_channels": 32, "patch_size": 1}
+"""`Photoroom/prx-512-t2i-dc-ae` and what was trained on from it."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,8 @@ def _released(weights: StartWeights) -> ModelSpec | None:
     """The shape of a released model, by its name."""
     if weights.id == _ZIMAGE:
         return spec_of({"_class_name": "ZImageTransformer2DModel"})
+    if weights.id.startswith("Photoroom/prx-") and "-dc-ae" in weights.id:
+        return spec_of(_PRX_DC_AE)
     if weights.id.startswith("Efficient-Large-Model/"):
         return next((spec_of(fields) for name, fields in _RELEASED.items() if name in weights.id), None)
     return None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sana_pipe.base.errors import ConfigError
 from sana_pipe.train.config import TrainConfig
 from sana_pipe.train.models.layers import SINUSOID_WIDTH
+from sana_pipe.train.models.shape_values import made
 from sana_pipe.train.models.spec import Call, DrawnValues, ModelSpec, Values, generator_of
 from sana_pipe.train.models.weight_files import FolderWeights, save_folder
 
@@ -55,7 +56,8 @@ def _module_class() -> type[nn.Module]:
 
 @dataclass(frozen=True)
 class PRX(ModelSpec):
-    """The spec of a PRX transformer. Names are those of diffusers' config.json, defaults those of PRX 1.3B (dc-ae)."""
+    """The spec of a PRX transformer. Names and defaults are those of diffusers' config.json (defaults: PRX 1.3B on the
+    latents of Flux's VAE; on DC-AE's it has 32 channels and patches of 1)."""
 
     class_name = CLASS_NAME
     pipeline = "PRXPipeline"
@@ -66,8 +68,8 @@ class PRX(ModelSpec):
     unread = ("diffusers", "comfyui")
     dropout = 0.0
 
-    in_channels: int = 32
-    patch_size: int = 1
+    in_channels: int = 16
+    patch_size: int = 2
     context_in_dim: int = 2304
     hidden_size: int = 1792
     mlp_ratio: float = 3.5
@@ -105,7 +107,15 @@ class PRX(ModelSpec):
                 f"{source} has keys that this PRX transformer does not implement: {', '.join(unknown + other)}",
                 expected="PRX on latents, such as Photoroom/prx-512-t2i-dc-ae, not PRX in pixels",
             )
-        shape = cls(**{**known, "axes_dim": tuple(known.get("axes_dim") or (32, 32))})
+        if known.get("axes_dim", ()) is None:
+            del known["axes_dim"]  # diffusers' default
+        shape = made(cls, known, source)
+        if any(width % 2 for width in shape.axes_dim):
+            raise ConfigError(
+                f"{source}: axes_dim has a position of an odd width",
+                expected="even numbers",
+                found=list(shape.axes_dim),
+            )
         if shape.hidden_size != sum(shape.axes_dim) * shape.num_heads:
             raise ConfigError(
                 f"{source}: heads of another width than their positions",

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from sana_pipe.base.errors import ConfigError
@@ -25,6 +24,7 @@ from sana_pipe.train.models.sana_shape import (
     deinterleave,
     interleave,
 )
+from sana_pipe.train.models.shape_values import checked
 from sana_pipe.train.models.spec import Call, DrawnValues, ModelSpec, Values
 
 _BINS = {16: 512, 32: 1024, 64: 2048, 128: 4096}
@@ -58,9 +58,7 @@ class SanaConfig(SanaShape, ModelSpec):
         Raises:
             ConfigError: a key or a type that is not of a Sana transformer; heads of two widths.
         """
-        kinds = get_type_hints(cls)
-        for name, value in arch.items():
-            _check_value(name, value, kinds.get(name))
+        checked(cls, arch, "model.arch", may_be_zero=cls.MAY_BE_ZERO)
         base = cls()
         heads, width = (arch.get(name, getattr(base, name)) for name in ("num_attention_heads", "attention_head_dim"))
         channels = arch.get("in_channels", base.in_channels)
@@ -219,19 +217,3 @@ def numerics(train: TrainConfig) -> Numerics:
     """Return the numerics of `train.numerics`. The residual is in fp32, as under NVlabs' autocast."""
     epsilons = {"cross_norm_eps": 1e-6, "attention_eps": 1e-8} if train.numerics == "nvlabs" else {}
     return Numerics(fp32_residual=FP32_RESIDUAL, **epsilons)
-
-
-def _check_value(name: str, value: Any, kind: Any) -> None:
-    """ConfigError unless a value of `model.arch` has the type of its key, and a size is above 0. kind: None: the key
-    is not one of this model's, which `from_dict` says."""
-    if kind is None:
-        return
-    try:
-        TypeAdapter(kind).validate_python(value, strict=True)
-    except ValidationError:
-        wanted = getattr(kind, "__name__", str(kind)).replace("None", "null")
-        raise ConfigError(
-            f"model.arch.{name} has a value of another type", expected=wanted, found=repr(value)
-        ) from None
-    if (isinstance(value, int) or name == "mlp_ratio") and kind is not bool and value <= 0:
-        raise ConfigError(f"model.arch.{name} must be above 0", found=repr(value))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sana_pipe.base import hub
 from sana_pipe.base.errors import ConfigError
+from sana_pipe.train.models.shape_values import made
 
 CLASS_NAME = "SanaTransformer2DModel"
 GLU_PARAMETERS = ("conv_inverted.weight", "conv_inverted.bias", "conv_depth.weight", "conv_depth.bias")
@@ -38,6 +39,7 @@ class SanaShape:
 
     class_name: ClassVar[str] = CLASS_NAME
     text_kind: ClassVar[str | None] = "gemma2"
+    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("dropout", "guidance_embeds_scale")
 
     in_channels: int = 32
     out_channels: int | None = 32
@@ -67,6 +69,7 @@ class SanaShape:
         norms, width = (None, "rms_norm_across_heads"), f"num_attention_heads*attention_head_dim = {self.inner_dim}"
         for name, fits, what, expected in (
             ("guidance_embeds", not self.guidance_embeds, "guidance distillation (Sana-Sprint)", "false"),
+            ("dropout", self.dropout < 1, "a dropout of every value", "below 1"),
             ("timestep_scale", self.timestep_scale == 1, "scaled timesteps (Sana-Sprint)", "1.0"),
             ("attention_bias", not self.attention_bias, "biases of queries, keys and values", "false"),
             ("norm_elementwise_affine", not self.norm_elementwise_affine, "norms with weights", "false"),
@@ -108,7 +111,7 @@ class SanaShape:
                 f"{source} has keys that this Sana transformer does not implement: {', '.join(unknown)}",
                 expected=", ".join(sorted(known)),
             )
-        return cls(**{key: value for key, value in data.items() if key in known})
+        return made(cls, data, source, may_be_zero=cls.MAY_BE_ZERO)
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of diffusers' `config.json`."""

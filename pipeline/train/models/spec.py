@@ -373,7 +373,7 @@ def reset_buffers(module: nn.Module) -> None:
 
 def spec_class(name: str | None, source: str) -> type[ModelSpec]:
     """The class for a `_class_name`; an unknown one is refused."""
-    if name not in KINDS:
+    if not isinstance(name, str) or name not in KINDS:
         fix = "name it as train.controlnet.start, and its base as model.weights.id" if "Control" in str(name) else None
         raise ConfigError(f"{source} describes another model", expected=" or ".join(KINDS), found=name, fix=fix)
     return pkgutil.resolve_name(KINDS[name])

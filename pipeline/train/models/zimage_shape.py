@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
 from sana_pipe.base.errors import ConfigError
+from sana_pipe.train.models.shape_values import made
 
 CLASS_NAME = "ZImageTransformer2DModel"
 _TIME_DIM, _TIME_HIDDEN = 256, 1024
@@ -45,13 +46,14 @@ class ZImageShape:
 
     def __post_init__(self) -> None:
         width = f"a sum of dim/n_heads = {self.dim / max(1, self.n_heads):g}"
-        axes = len(self.axes_dims) == len(self.axes_lens) == 3 and not any(each % 2 for each in self.axes_dims)
+        axes = len(self.axes_dims) == 3 and not any(each % 2 for each in self.axes_dims)
         for name, fits, what, expected in (
             ("all_patch_size", len(self.all_patch_size) == 1, "patches of several sizes", "one number"),
             ("all_f_patch_size", self.all_f_patch_size == (1,), "patches of several frames", "[1]"),
             ("siglip_feat_dim", self.siglip_feat_dim is None, "SigLIP features (Z-Image-Omni)", "null"),
             ("qk_norm", self.qk_norm, "queries and keys without norms", "true"),
             ("n_kv_heads", self.n_kv_heads == self.n_heads, "key heads that several query heads share", self.n_heads),
+            ("axes_lens", len(self.axes_lens) == 3, "another number of axes", "three numbers"),
             ("axes_dims", axes and sum(self.axes_dims) * self.n_heads == self.dim, "other positions", width),
         ):
             if not fits:
@@ -105,9 +107,7 @@ class ZImageShape:
                 f"{source} has keys that this Z-Image transformer does not implement: {', '.join(unknown)}",
                 expected=", ".join(sorted(known)),
             )
-        given: dict[str, Any] = {key: value for key, value in data.items() if key in known}
-        given |= {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
-        return cls(**given)
+        return made(cls, data, source, may_be_zero=("n_refiner_layers",))
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of diffusers' `config.json`."""
