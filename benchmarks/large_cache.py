@@ -173,7 +173,8 @@ def scanned(
     scan = pa.concat_tables(scan.slice(at, 1 << 20).combine_chunks() for at in range(0, count, 1 << 20))
     body = {"encodings": {"latent": latent.name, "text": text.name}, "buckets": [list(shape) for shape in table]}
     rest = {"source": SOURCE, "root": tars.location, "table": cache.put_table(scan), "source_format": "webdataset"}
-    cache.add_scan(SOURCE, body | rest)
+    counts = {"items": len(scan), "rejected": len(scan) - scan.column("reject").null_count}
+    cache.add_scan(SOURCE, body | rest | {"counts": counts})
     return cache, latent, text, scan
 
 

@@ -11,6 +11,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,11 +26,13 @@ from PIL import Image
 import sana_pipe.stages.bucket
 import sana_pipe.stages.encode
 import sana_pipe.stages.verify
+from sana_pipe.base import processes
 from sana_pipe.base.errors import CacheError, RejectRateError, UserError
-from sana_pipe.config import Config
+from sana_pipe.config import Config, dump
 from sana_pipe.data.cache import audit, index, layout, shard
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.keys import key_bytes
+from sana_pipe.data.cache.status import status
 from sana_pipe.data.encoders import vae as encoders
 from sana_pipe.data.encoders.frozen import NonFiniteOutputError
 from sana_pipe.data.encoders.text import TextEncoder
@@ -84,6 +87,37 @@ def test_a_second_run_encodes_nothing(start: Config, source: Path, monkeypatch: 
     new = set(after) - set(before)
     assert {p.split("/")[0] for p in new} <= {"copies", "sources", "tables"}
     assert all(after[name] == data for name, data in before.items())
+
+
+def test_status_reads_no_table_of_a_scan(
+    start: Config, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its counts stand in the document: a table has hundreds of bytes an item."""
+    (source / "broken.png").write_bytes(b"no picture")
+    (source / "broken.txt").write_text("a broken one")
+    sana_pipe.stages.encode.run(start, data=str(source))
+    cache = Cache(start.cache)
+    table = (cache.last_scan("photos") or {})["table"]
+    items, usable = cache.nulls(table, "reject")
+    assert items - usable == 1
+    monkeypatch.setattr(Cache, "_parquet", lambda *read: pytest.fail(f"reads {read}"))
+    [counted] = status(cache)["sources"].values()
+    assert (counted["items"], counted["rejected"]) == (items, 1)
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_the_scan(
+    start: Config, source: Path, bound_by_permissions: Callable[[], None]
+) -> None:
+    root, config = Path(start.cache), Path(start.cache).parent / "config.yaml"
+    config.write_text(dump(start))
+    for path in [root, *root.rglob("*")]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    command = processes.command("encode", "--config", str(config), "--data", str(source), "--source-name", "again")
+    done = subprocess.run(command, preexec_fn=bound_by_permissions, capture_output=True, text=True)
+    for path in [root, *root.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    assert done.returncode == CacheError.exit_code and "cannot be written" in done.stderr, done.stderr
+    assert "scan" not in done.stdout + done.stderr
 
 
 def test_ten_more_pictures_encode_ten(start: Config, source: Path) -> None:

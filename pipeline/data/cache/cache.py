@@ -222,6 +222,7 @@ class Cache:
             _refuse_other(self.files)
         if create:
             self.files.ensure(Paths.FORMAT, layout.seal({"what": "sana-pipe cache; see cache_layout.md"}))
+            self.files.check_writable()
         try:
             self.files.document(Paths.FORMAT)
         except IntegrityError as error:

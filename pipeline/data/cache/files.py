@@ -114,6 +114,16 @@ class Files:
         if isinstance(self.store, ObjectStore):
             self.store.probe()
 
+    def check_writable(self) -> None:
+        """Test whether files can be written into the folder of a cache; `probe` did so for an object store.
+
+        Raises:
+            CacheError: they cannot.
+        """
+        if self.on_disk:
+            with self.temporary() as path:
+                disk.write_synced(path, b"sana-pipe\n")
+
     # ------------------------------------------------------------ reading
 
     def exists(self, name: str) -> bool:

@@ -110,16 +110,21 @@ class _Counts:
                 scan = self.cache.last_scan(name)
                 if scan is None:
                     continue
-                items, usable = self.cache.nulls(scan["table"], "reject")
+                counts = scan.get("counts") or self._counted(scan["table"])
+                usable = counts["items"] - counts["rejected"]
                 planned = all(stores.get(encoding, {}).get("plans") for encoding in scan["encodings"].values())
                 scanning |= usable > 0 and not planned
                 sources[name] = {
-                    "items": items,
-                    "rejected": items - usable,
+                    **counts,
                     "root": strip_credentials(scan["root"]),
                     "encodings": scan["encodings"],
                 }
         return sources, scanning
+
+    def _counted(self, table: str) -> dict[str, int]:
+        """Count the rows of a scan's table, of which a takedown took some."""
+        items, usable = self.cache.nulls(table, "reject")
+        return {"items": items, "rejected": items - usable}
 
     def tasks(self) -> list[dict[str, Any]]:
         """Return what the claims of units say of the processes that hold them, by node and task."""

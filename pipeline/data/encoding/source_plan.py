@@ -188,6 +188,7 @@ def publish_scan(inputs: Inputs, table: pa.Table, work: WorkLists) -> SourcePlan
         source.name,
         {
             "table": digest,
+            "counts": {"items": table.num_rows, "rejected": rejects},
             "encodings": {encoding.kind: encoding.name for encoding in inputs.encodings},
             "buckets": [list(shape) for shape in inputs.shapes],
             **source.document(),

@@ -281,6 +281,7 @@ class _Work:
         for scan in list(takedown_search.scans(self.cache)):
             if scan.table in self.scans:
                 body = {**scan.body, "table": self.scans[scan.table]}
+                body.pop("counts", None)  # of the table before
                 name = Paths.numbered(Paths.scans(scan.source), scan.number)
                 self.cache.files.replace_document(name, layout.seal(body))
 
