@@ -6,8 +6,10 @@ import io
 import json
 import os
 import shutil
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pyarrow as pa
@@ -24,6 +26,7 @@ from sana_pipe.config import Config
 from sana_pipe.data.cache import audit, garbage, layout, prompts, readers, withdrawn
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.contradictions import contradictions
+from sana_pipe.data.cache.files import Files
 from sana_pipe.data.cache.findings import encoding_names
 from sana_pipe.data.cache.keys import as_keys
 from sana_pipe.data.cache.layout import Paths
@@ -227,8 +230,16 @@ def test_a_unit_of_which_nothing_is_left_goes_after_a_kill_where_no_snapshot_is(
     for source, every in (("one", pictures()), ("three", [Picture("alone.png", "alone")])):
         cache = synthetic.add(config, source, every)
     before, gone = payloads(cache), gone_of(cache)
+
+    real = Files.remove
+
+    def remove(files: Files, name: str) -> None:
+        if name.startswith("shards/"):
+            raise KeyboardInterrupt
+        real(files, name)
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(takedown._Work, "remove", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Files, "remove", remove)
         sana_pipe.stages.forget.run(config, items=GO)
     assert sana_pipe.stages.forget.run(config, check=True) == 0
     assert payloads(intact(config)) == {place: data for place, data in before.items() if place not in gone}
@@ -284,6 +295,35 @@ def test_a_withdrawn_picture_does_not_come_back_with_its_file(
     (copied / name).with_suffix(".txt").rename(copied / "another.txt")
     sana_pipe.stages.encode.run(config, data=str(copied), source_name="copied")
     assert {key for _, key in payloads(cache)} == left, "neither under another name nor in another source"
+
+
+def test_what_the_listing_of_a_tar_skipped_outlives_its_first_row(
+    make_config: MakeConfig, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An unchanged tar is not listed again; with --rehash the picture is met and stays out."""
+    config, data = make_config(tmp_path), tmp_path / "tars"
+    data.mkdir()
+    with tarfile.open(data / "00.tar", "w") as tar:
+        for path in sorted(photos.iterdir())[:6]:
+            tar.add(path, path.name)
+        tar.addfile(tarfile.TarInfo("stray.xyz"))
+    sana_pipe.stages.encode.run(config, data=str(data))
+    cache = Cache(config.cache)
+
+    def rows() -> list[dict[str, Any]]:
+        return list(cache.table((cache.last_scan("tars") or {})["table"]).to_pylist())
+
+    first, *others = rows()
+    assert first["ignored"] is not None and all(row["ignored"] is None for row in others)
+    assert sana_pipe.stages.forget.run(config, items=[first["item"]]) == 0
+    assert [row["ignored"] for row in rows()] == [first["ignored"], *[None] * (len(others) - 1)]
+    capsys.readouterr()
+    assert sana_pipe.stages.encode.run(config, data=str(data))["images"] == 0
+    assert "met again" not in capsys.readouterr().out
+    assert sana_pipe.stages.encode.run(config, data=str(data), rehash=True)["images"] == 0
+    assert "1 items were met again" in capsys.readouterr().out
+    assert [row["item"] for row in rows() if row["reject"] == withdrawn.REASON] == [first["item"]]
+    assert not list(takedown_check.remains(cache))
 
 
 def test_names_that_are_unknown_or_shared_are_refused(config: Config, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def check_versions() -> None:
     require_equal(
         {name: ours[name] for name in ("sana-pipe", "torch")},
         "the processes have different versions",
-        "give every node the same versions of both",
+        "install the same versions on every node",
     )
 
 
