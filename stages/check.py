@@ -28,8 +28,9 @@ from sana_pipe.data.encoders import vae as encoders
 from sana_pipe.data.encoders.config import TextConfig
 from sana_pipe.data.encoders.text import TOKENIZER_FILES, check_tokenizer, load_tokenizer
 from sana_pipe.data.encoders.text_kind import TextKind, kind_at, kind_of
+from sana_pipe.data.encoders.vae_kind import vae_at
 from sana_pipe.data.images import buckets
-from sana_pipe.train.models.adapters import adapter_of
+from sana_pipe.train.models.adapters import adapter_class, adapter_of
 from sana_pipe.train.models.spec import ModelSpec, spec_at, spec_from_arch
 
 
@@ -86,8 +87,9 @@ def run(config: Config, as_json: bool = False) -> int:
         for part in parts:
             click.echo(_line(part))
         click.echo(f"{'GPU':12}  {launch.describe_gpus(there)}")
-        if shape is not None and shape.adapter_note and config.train.adapter is not None:
-            click.echo(f"note: {shape.adapter_note}")
+        adapter = adapter_class(config.train)
+        if shape is not None and adapter is not None and (note := shape.adapter_note(adapter.formats)):
+            click.echo(f"note: {note}")
         if shape is not None and shape.comfyui_warning:
             click.echo(f"note: {shape.comfyui_warning}")
         different = list({(problem.what, problem.fix): problem for problem in problems}.values())
@@ -190,6 +192,15 @@ def _check_sides(config: Config, transformer: ModelSpec | None, compression: int
             transformer.check_sides(height, width, compression, "data.buckets with [{height}, {width}] in its place")
 
 
+def _factors(config: Config) -> tuple[float, float] | None:
+    """Scale and shift of the VAE; None: unknown, which the part VAE says."""
+    try:
+        kind = vae_at(hub.resolve(config.vae, ("config.json",)))
+        return kind.scaling_factor, kind.shift_factor
+    except UserError:
+        return None
+
+
 def _misfits(
     config: Config, vae: tuple[int, int] | None, text: TextKind | None, shape: ModelSpec | None
 ) -> list[UserError]:
@@ -208,6 +219,11 @@ def _misfits(
     if shape is not None and text is not None:
         fix = "set text.id to the encoder of the model that is trained, or to the pipeline that has it"
         checks.append(partial(shape.check_text_kind, f"text.id ({config.text.id})", fix, text.name))
+    if transformer is not None and text is not None:
+        checks.append(partial(transformer.check_rows, "text.max_length", text.rows(config.text)))
+    if shape is not None and (factors := _factors(config)) is not None:
+        fix = "set vae.id to the VAE of the model that is trained, or to the pipeline that has it"
+        checks.append(partial(shape.check_factors, f"vae.id ({config.vae.id})", fix, *factors))
     if vae is not None:
         checks.append(partial(_check_sides, config, transformer, vae[0]))
     for check in checks:

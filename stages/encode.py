@@ -54,6 +54,7 @@ from sana_pipe.data.encoding.unit_encoder import UnitEncoder
 from sana_pipe.data.images import buckets
 from sana_pipe.data.signals import PictureSignal
 from sana_pipe.data.signals.text import TextEncoding
+from sana_pipe.data.sources import caption_signs
 from sana_pipe.data.sources.reject_kinds import Kinds
 from sana_pipe.data.sources.source import Source
 from sana_pipe.data.work import claims, disk_space, ray_engine
@@ -170,8 +171,10 @@ def dry_run(
         free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
         report = estimate.report(source, work, sizes, free, disk_space.RESERVE, times)
         taken = understood.of(source, survey.scan, config.data)
+        normalisation = caption_of(encodings).normalisation
         fit = [
-            *taken.lines(config.data, caption_of(encodings).normalisation),
+            *taken.lines(config.data, normalisation),
+            *caption_signs.emptied(survey.scan, normalisation),
             *surveying.fit_notes(survey.scan, survey.table, config.data),
         ]
         for line in [*estimate.lines(report, config.cache), *fit]:

@@ -27,6 +27,7 @@ from sana_pipe.config import Config, written
 from sana_pipe.data.encoders.text import text_width
 from sana_pipe.data.encoders.text_kind import kind_at, max_length
 from sana_pipe.data.encoders.vae import vae_shape
+from sana_pipe.data.encoders.vae_kind import vae_at
 from sana_pipe.tools import outputs
 from sana_pipe.tools.reporting.export_folder import (
     MARK,
@@ -293,6 +294,8 @@ def _parts(config: Config, architecture: ModelSpec) -> Parts:
     architecture.check_widths(of_text, fix, text_width=text_width(text))
     if config.model.weights is not None:
         architecture.check_text_kind(of_text, fix, kind_at(text).name)
+        kind = vae_at(vae)
+        architecture.check_factors(f"the VAE {config.vae.id}", fix, kind.scaling_factor, kind.shift_factor)
     return Parts(vae, text, hub.resolve(config.text.tokenizer, TOKENIZER), compression)
 
 

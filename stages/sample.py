@@ -104,6 +104,8 @@ def run(
     if config.model.weights is not None:
         kind = opened.encoding(TextEncoding).encoder_kind
         architecture.check_text_kind(f"snapshot {opened.id[:12]}", _FIX, kind)
+        latent = opened.encoding(LatentEncoding)
+        architecture.check_factors(f"snapshot {opened.id[:12]}", _FIX, latent.scaling_factor, latent.shift_factor)
     wanted = min(count or CAPTIONS, len(opened))
     if wanted < (count or CAPTIONS):
         _log(f"the snapshot has only {wanted} samples: drawing {wanted} pictures")

@@ -417,6 +417,16 @@ def test_what_other_trainers_read_in_captions_is_counted_by_picture() -> None:
     assert not caption_signs.signs(table([["[x] {y} <z> | a trigger"]])), "brackets alone are none"
 
 
+def test_captions_that_a_cleaning_empties_are_counted_and_the_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sana_pipe.data.cache.arrow.ROWS", 2)
+    empty = "https://www.example.com/x", "\u732b\u5ea7"
+    found = table([["A cat"], [""], ["a dog", empty[0], empty[1]], [empty[1]], ["caf\u00e9"], [empty[0]]], 3)
+    [line] = caption_signs.emptied(found, "prx")
+    assert line.startswith("captions: 3 pictures") and "2.jpg" in line and empty[0] in line
+    assert caption_signs.emptied(table([["A cat"], [""], [" "], ["caf\u00e9"]]), "prx") == []
+    assert caption_signs.emptied(found, "diffusers") == caption_signs.emptied(found, "unchanged") == []
+
+
 def test_captions_are_searched_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sana_pipe.data.cache.arrow.ROWS", 2)
     [sign] = caption_signs.signs(table([["x"]] * 5 + [["{a|b}"]] * 3))

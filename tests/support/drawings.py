@@ -94,4 +94,5 @@ def draw_prompts(
 
 
 def _sampling(config: Config, architecture: ModelSpec) -> Sampling:
-    return Sampling.of(config.sample, config.train.flow.shift, config.train.drawn_at_once, architecture.scheduler)
+    shift, count = config.train.flow.shift, config.train.drawn_at_once
+    return Sampling.of(config.sample, shift, count, architecture.scheduler, architecture.sigmas)

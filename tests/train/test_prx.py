@@ -36,21 +36,13 @@ from tests.support import tiny_models
 from tests.support.checkpoints import load_model_state
 from tests.support.drawings import draw_for
 from tests.support.messages import naming
+from tests.support.tiny_prx import of_diffusers
 
 TINY = PRX(in_channels=16, patch_size=1, context_in_dim=128, hidden_size=32, num_heads=4, depth=2, axes_dim=(4, 4))
 RELEASED = PRX(in_channels=32, patch_size=1)
 """PRX 1.3B on the latents of DC-AE."""
 OPTIONS = ["train.device=cpu", "train.precision=fp32", "train.log_every=1", "train.ema={}", "train.flow.shift=3"]
 OPTIONS += ["model.arch=null", "train.optim.warmup_steps=0", "train.compile=none", "train.optim.lr=1e-3"]
-
-
-def of_diffusers(spec: PRX = TINY) -> PRXTransformer2DModel:
-    """With values that let every part matter."""
-    torch.manual_seed(0)
-    made = PRXTransformer2DModel(**{**asdict(spec), "axes_dim": list(spec.axes_dim)})
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1)
-    return made
 
 
 def inputs(rows: int = 7) -> tuple[torch.Tensor, ...]:
@@ -61,7 +53,7 @@ def inputs(rows: int = 7) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_outputs_and_gradients_equal_those_of_diffusers(packed: bool) -> None:
-    theirs = of_diffusers()
+    theirs = of_diffusers(TINY)
     ours = TINY.loaded({name: value.clone() for name, value in theirs.state_dict().items()})
     latents, captions, mask, times = inputs()
     output = ours(latents, captions[mask] if packed else captions, mask, times)
@@ -77,7 +69,7 @@ def test_outputs_and_gradients_equal_those_of_diffusers(packed: bool) -> None:
 
 
 def test_padding_and_time_matter() -> None:
-    ours = TINY.loaded(of_diffusers().state_dict())
+    ours = TINY.loaded(of_diffusers(TINY).state_dict())
     latents, captions, mask, times = inputs()
     output = ours(latents, captions, mask, times)
     other = captions.clone()
@@ -90,7 +82,7 @@ def test_padding_and_time_matter() -> None:
 def test_operations_are_counted() -> None:
     """torch counts no attention on a CPU."""
     latents, captions, mask, times = inputs()
-    ours = TINY.loaded(of_diffusers().state_dict())
+    ours = TINY.loaded(of_diffusers(TINY).state_dict())
     with FlopCounterMode(display=False) as counter:
         ours(latents, captions, mask, times).sum().backward()
     samples, tokens, rows = 2, 48, 14
@@ -129,6 +121,9 @@ def test_what_is_not_implemented_is_refused_by_name() -> None:
             spec_of({**TINY.to_dict(), **change})
     with pytest.raises(ConfigError, match="num_heads"):
         spec_of({**TINY.to_dict(), "num_heads": 2})
+    RELEASED.check_factors("Sana's", "", 0.41407, 0.0)
+    with pytest.raises(ConfigError, match=naming("vae.id", 0.41407, 0.3189)):
+        RELEASED.check_factors("another DC-AE's", "vae.id", 0.3189, 0.0)
     for sizes, option in (((2, 1), "tp_size"), ((1, 2), "pp_size")):
         with pytest.raises(ConfigError, match=option):
             TINY.check_parallel(*sizes)
@@ -172,11 +167,26 @@ def test_the_latents_of_a_sana_cache_serve(cache: Path, small_cache: Path) -> No
     assert shards[0] == shards[1] != set(), "0 new pictures"
 
 
+def test_encode_counts_the_captions_that_cleaning_empties(
+    cache: Path, photos: Path, make_config: Any, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(cache, tmp_path / "cache")
+    shutil.copytree(photos, tmp_path / photos.name)
+    captions = sorted((tmp_path / photos.name).glob("*.txt"))
+    for path in captions[:2]:
+        path.write_text("https://www.example.com/x")
+    config = make_config(tmp_path, f"text.id={text}")
+    sana_pipe.stages.encode.dry_run(config, data=str(tmp_path / photos.name), probe=False)
+    sana_pipe.stages.encode.run(config, data=str(tmp_path / photos.name))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "cleaning" in line]
+    assert len(lines) == 2 and all("2 pictures" in line and captions[0].stem in line for line in lines)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, cache: Path, make_config: Any, text: Path) -> SimpleNamespace:
     """A run of four steps; and one that was stopped after two and resumed."""
     root = tmp_path_factory.mktemp("prx")
-    start = of_diffusers()
+    start = of_diffusers(TINY)
     start.save_pretrained(root / "start")
 
     def config(name: str, *more: str) -> Any:
@@ -260,6 +270,11 @@ def test_a_lora_is_exported_in_its_base_and_train_says_so_before(run: SimpleName
     assert any("--format merged" in line for line in lines[:10])
     with pytest.raises(ConfigError, match="comfyui"):
         sana_pipe.stages.export.run(config, "auto", run.root / "file", form="comfyui")
+    for only, noted in (("txt_in", True), (None, False)):
+        more = [f"train.only=[{only}]"] if only else []
+        given, lines = run.config(f"only {only}", "train.steps=1", *more), []
+        sana_pipe.stages.train.run(given, log=lines.append)
+        assert any("--format merged" in line for line in lines) == noted, "of train.only, not of a whole model"
     out = sana_pipe.stages.export.run(config, "auto", run.root / "merged")
     assert (out / "model_index.json").is_file() and not list(out.glob("*.safetensors"))
 

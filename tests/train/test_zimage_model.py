@@ -17,6 +17,7 @@ from sana_pipe.base.errors import ConfigError, UserError
 from sana_pipe.train.models.sampler import Sampling, sample
 from sana_pipe.train.models.spec import Call, spec_at, spec_of
 from sana_pipe.train.models.zimage_config import ZImageConfig
+from tests.support.messages import naming
 from tests.support.tiny_zimage import TINY, inputs, predicted, reference, save, weights
 
 BATCHES = (
@@ -259,3 +260,31 @@ def test_it_draws_at_the_noise_levels_of_its_pipeline() -> None:
     alone = TINY.scheduler(6.0)
     alone.set_timesteps(5)
     assert seen[-1] > 2 * float(alone.timesteps[-1]), "the scheduler's levels are others"
+
+
+def test_captions_are_as_long_as_diffusers_has_positions_for(theirs: Any) -> None:
+    longest = TINY.longest_caption
+    assert (longest, ZImageConfig().longest_caption) == (224, 992)
+    TINY.check_rows("text.max_length", longest)
+    with torch.no_grad():
+        assert predicted(theirs, [inputs(8, 8, (longest,))])
+        with pytest.raises(IndexError):
+            predicted(theirs, [inputs(8, 8, (longest + 1,))])
+    with pytest.raises(ConfigError, match=naming("text.max_length", longest, longest + 1)):
+        TINY.check_rows("text.max_length", longest + 1)
+
+
+def test_latents_of_another_vae_of_as_many_channels_are_refused() -> None:
+    """Flux's, which Z-Image has, and SD3's."""
+    ZImageConfig().check_factors("these latents", "vae.id", 0.3611, 0.1159)
+    for found in ((1.5305, 0.0609), (0.3611, 0.0), (0.41407, 0.0)):
+        with pytest.raises(ConfigError, match=naming("these latents", "vae.id", 0.3611, 0.1159, *found[:1])):
+            ZImageConfig().check_factors("these latents", "vae.id", *found)
+    TINY.check_factors("latents of 4 channels, of no known VAE", "", 1.0, 0.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_comfyui_has_no_size_of_patches_in_its_names(size: int) -> None:
+    names = replace(TINY, all_patch_size=(size,)).joined_parts()
+    assert {"x_embedder.weight", "final_layer.linear.weight"} <= names.keys()
+    assert not any("all_" in name or "-1" in name for name in names)

@@ -1,4 +1,4 @@
-"""A tiny Z-Image is trained: resumed, compiled, planned, in two processes; what does not fit it is refused."""
+"""A tiny Z-Image and a tiny PRX are trained: resumed, compiled, in two processes; what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sana_pipe.base.errors import ConfigError
+from sana_pipe.base.errors import ConfigError, UserError
 from sana_pipe.base.gpus import GIB, card
 from sana_pipe.base.launch import Launch
 from sana_pipe.data.snapshots.config import BucketConfig
@@ -23,11 +23,13 @@ from sana_pipe.train.models.zimage_config import ZImageConfig
 from sana_pipe.train.parallel import parallelize
 from sana_pipe.train.parallel.mesh import check_sizes
 from sana_pipe.train.training import checkpoint, metrics
+from sana_pipe.train.training.checks import check_inputs
 from sana_pipe.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
 from tests.support.launched import run_worker
+from tests.support.messages import naming
 from tests.support.tiny_zimage import TINY, save
-from tests.support.workers import tiny_run, zimage
+from tests.support.workers import other_models, tiny_run
 
 LAST = "checkpoints/step-00000004"
 
@@ -35,10 +37,10 @@ LAST = "checkpoints/step-00000004"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Start weights, and runs of one process without an interruption."""
-    path = tmp_path_factory.mktemp("zimage")
-    save(path)
-    for kind in zimage.KINDS:
-        zimage.run(zimage.settings(path, kind, "one"))
+    path = tmp_path_factory.mktemp("models")
+    other_models.save(path)
+    for model, kind in other_models.RUNS:
+        other_models.run(other_models.settings(path / model, kind, "one"))
     return path
 
 
@@ -48,17 +50,18 @@ def losses(place: Path) -> list[float]:
 
 def test_buckets_that_the_patches_do_not_divide_are_refused(tmp_path: Path) -> None:
     save(tmp_path)
-    given = zimage.settings(tmp_path, "lora", "odd", steps=1)
+    given = other_models.settings(tmp_path, "lora", "odd", steps=1)
     task = replace(tiny_run.task(given), compression=8, batches={"32x32": 2, "32x24": 2})
     with pytest.raises(ConfigError, match="multiples of 16"):
         fit(given.train, task, Launch(), log=lambda line: None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", zimage.KINDS)
-def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, kind: str) -> None:
-    zimage.run(zimage.settings(folder, kind, "stopped", steps=2))
-    zimage.run(zimage.settings(folder, kind, "stopped"), resume="auto")
+@pytest.mark.parametrize(("model", "kind"), other_models.RUNS)
+def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, model: str, kind: str) -> None:
+    folder /= model
+    other_models.run(other_models.settings(folder, kind, "stopped", steps=2))
+    other_models.run(other_models.settings(folder, kind, "stopped"), resume="auto")
     assert losses(folder / f"{kind}, one") == losses(folder / f"{kind}, stopped")
     one, other = (checkpoint.read_document(folder / f"{kind}, {name}" / LAST).files for name in ("one", "stopped"))
     one.pop(".metadata"), other.pop(".metadata")
@@ -67,6 +70,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, kind: str) -> None
 
 @pytest.mark.slow
 def test_training_changes_what_is_trained_and_nothing_else(folder: Path) -> None:
+    folder /= "zimage"
     architecture, weights = load_model_state(folder / "full, one" / LAST)
     start = TINY.stored(folder / "transformer")
     before = {name: start.read(name, [0] * len(sides), sides) for name, sides in start.shapes.items()}
@@ -77,33 +81,38 @@ def test_training_changes_what_is_trained_and_nothing_else(folder: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective"])
-def test_recomputation_changes_no_loss(folder: Path, mode: str) -> None:
-    given = zimage.settings(folder, "lora", mode, activation_checkpointing=mode)
-    zimage.run(given)
+@pytest.mark.parametrize("model", other_models.MODELS)
+def test_recomputation_changes_no_loss(folder: Path, model: str, mode: str) -> None:
+    folder /= model
+    given = other_models.settings(folder, "lora", mode, activation_checkpointing=mode)
+    other_models.run(given)
     assert losses(folder / f"lora, {mode}") == pytest.approx(losses(folder / "lora, one"), rel=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_compiled_it_learns_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", other_models.MODELS)
+def test_compiled_it_learns_the_same(folder: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder /= model
     monkeypatch.setattr(parallelize, "COMPILE_BACKEND", "aot_eager")
-    zimage.run(zimage.settings(folder, "lora", "compiled", compile="block"))
+    other_models.run(other_models.settings(folder, "lora", "compiled", compile="block"))
     assert losses(folder / "lora, compiled") == pytest.approx(losses(folder / "lora, one"), rel=1e-5)
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
 def test_two_processes_are_one(folder: Path) -> None:
-    run_worker("zimage", folder, processes=2, timeout_s=500)
-    for kind in zimage.KINDS:
-        one = losses(folder / f"{kind}, one")
-        for name in (*zimage.PARALLEL, "resumed"):
-            two = losses(folder / f"{kind}, {name}")
-            assert two == pytest.approx(one[-len(two) :], abs=1e-5), (kind, name)
-            places = [folder / f"{kind}, {run}" / LAST for run in ("one", name)]
-            expected, actual = (load_model_state(place)[1] for place in places)
-            assert tiny_run.distance(actual, expected) <= 1e-4, (kind, name)
-        assert losses(folder / f"{kind}, bf16") == pytest.approx(one, rel=2e-2), kind
+    run_worker("other_models", folder, processes=2, timeout_s=500)
+    for model, kind in other_models.RUNS:
+        place = folder / model
+        one = losses(place / f"{kind}, one")
+        for name in (*other_models.PARALLEL, "resumed"):
+            two = losses(place / f"{kind}, {name}")
+            assert two == pytest.approx(one[-len(two) :], abs=1e-5), (model, kind, name)
+            places = [place / f"{kind}, {run}" / LAST for run in ("one", name)]
+            expected, actual = (load_model_state(each)[1] for each in places)
+            assert tiny_run.distance(actual, expected) <= 1e-4, (model, kind, name)
+        assert losses(place / f"{kind}, bf16") == pytest.approx(one, rel=2e-2), (model, kind)
 
 
 # ------------------------------------------------------------------------------------------------ before a training
@@ -115,11 +124,31 @@ def test_what_does_not_fit_is_refused_before_the_training(tmp_path: Path) -> Non
     for number, (change, message) in enumerate(wrong):
         shape = ZImageConfig.from_dict({**TINY.to_dict(), **change})
         save(tmp_path / str(number), shape)
-        given = zimage.settings(tmp_path / str(number), "lora", "wrong")
+        given = other_models.settings(tmp_path / str(number), "lora", "wrong")
         with pytest.raises(ConfigError, match=message):
-            zimage.run(given)
+            other_models.run(given)
     with pytest.raises(ConfigError, match="pp_size"):
-        zimage.run(zimage.settings(tmp_path, "full", "divided", parallel={"pp_size": 2}), tiny_launch(2))
+        other_models.run(other_models.settings(tmp_path, "full", "divided", parallel={"pp_size": 2}), tiny_launch(2))
+
+
+def test_captions_and_latents_that_do_not_fit_are_refused_before_the_training(tmp_path: Path) -> None:
+    shape = replace(TINY, in_channels=16)
+    save(tmp_path, shape)
+    given = other_models.settings(tmp_path, "lora", "wrong")
+    task = replace(tiny_run.task(given), channels=16, vae_factors=(0.3611, 0.1159), text_rows=224)
+    wrong = replace(task, text_rows=225), replace(task, vae_factors=(1.5305, 0.0609))  # the second: SD3's
+    for each, names in zip(wrong, (("text.max_length", 224, 225), ("vae.id", 0.3611, 0.0609)), strict=True):
+        with pytest.raises(ConfigError, match=naming(*names)):
+            fit(given.train, each, Launch(), log=lambda line: None)
+
+
+def test_checks_before_the_processes_meet_read_no_file_of_the_model(tmp_path: Path) -> None:
+    """A file that one process lacks is an error that all of them learn of: it is read where they can tell each
+    other."""
+    given = other_models.settings(tmp_path, "lora", "absent")
+    check_inputs(given.train, tiny_run.task(given), Launch(), lambda line: None)
+    with pytest.raises(UserError, match="transformer"):
+        other_models.run(given)
 
 
 def tiny_launch(world: int) -> Any:
@@ -156,7 +185,7 @@ def test_a_prediction_extrapolates_over_the_layers_alone() -> None:
     """Refiners are computed, not counted as layers: the same prediction as of the whole model."""
     from sana_pipe.tools.planning import trace
 
-    train = zimage.settings(Path("unused"), "lora", "one").train.model_copy(update={"microbatch": 2})
+    train = other_models.settings(Path("unused"), "lora", "one").train.model_copy(update={"microbatch": 2})
     shape, layout = Shape(16, 16, 64, 2), check_sizes(train.parallel, 1)
     whole = TINY.with_layers(6)
     found = Traced.of(whole, train, layout, shape, rank=0, on_gpu=True)

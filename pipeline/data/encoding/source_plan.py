@@ -25,6 +25,7 @@ from sana_pipe.data.encoding.reading import Reading
 from sana_pipe.data.encoding.rejects import Rejects
 from sana_pipe.data.images import buckets
 from sana_pipe.data.signals import PictureSignal
+from sana_pipe.data.sources import caption_signs
 from sana_pipe.data.sources.reject_kinds import Kinds
 from sana_pipe.data.sources.source import Source
 from sana_pipe.data.work.engine import Work
@@ -74,7 +75,7 @@ class SourcePlan:
         new, reused: records by noun.
         plans: number of plans by encoding.
         taken: as `Understood.summary`.
-        fit: as `Understood.remarks` and `surveying.fit_notes`.
+        fit: as `Understood.remarks`, `caption_signs.emptied` and `surveying.fit_notes`.
     """
 
     table: str
@@ -218,6 +219,7 @@ def publish_scan(inputs: Inputs, table: pa.Table, work: WorkLists) -> SourcePlan
         taken=taken.summary(data, text.normalisation),
         fit=[
             *taken.remarks(data),
+            *caption_signs.emptied(table, text.normalisation),
             *surveying.fit_notes(table, inputs.shapes, data),
             *rejecting.withdrawn_notes(table.select(["item", "reject"])),
         ],

@@ -57,6 +57,11 @@ class Inputs:
         return self.snapshot.encoding(TextEncoding).encoder_kind
 
     @property
+    def text_rows(self) -> int:
+        """Rows of a caption at most."""
+        return self.snapshot.encoding(TextEncoding).max_length
+
+    @property
     def sample_size(self) -> int:
         """Side of the latent at the base resolution."""
         return self.resolution // self.latent.compression

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from sana_pipe.base.errors import escaped
 from sana_pipe.data.cache.arrow import batches
 from sana_pipe.data.cache.prompts import TRIGGER_PLACE
+from sana_pipe.data.sources import caption_rules
 from sana_pipe.data.sources.config import DataConfig
 from sana_pipe.data.sources.filenames import shortened
 from sana_pipe.data.sources.tag_sets import tags_of
@@ -112,6 +113,27 @@ def without_variants(table: pa.Table, config: DataConfig) -> list[str]:
         found = f" ({example})" if example else ""
         return [f"captions: data.tags makes no variant: no caption is a list of tags with commas between them{found}"]
     return [f"captions: {alone} of {pictures} pictures get no variant by data.tags ({example})"] if alone else []
+
+
+def emptied(table: pa.Table, normalisation: str) -> list[str]:
+    """Say how many usable pictures of a scan have a caption that PRX's cleaning empties (an address, Chinese alone),
+    and name the first. Other normalisations empty none but blank captions."""
+    if normalisation != "prx":
+        return []
+    count, example = 0, ""
+    for items, owners, texts in _captions(table):
+        empty = pc.equal(caption_rules.normalise_all(texts, normalisation), "")
+        empty = pc.and_(empty, pc.not_equal(pc.utf8_trim_whitespace(texts), ""))
+        owned = pc.unique(owners.filter(empty))
+        if len(owned) and not count:
+            example = f"{escaped(items[owned[0].as_py()].as_py())}: {_text(texts.filter(empty)[0].as_py())}"
+        count += len(owned)
+    if not count:
+        return []
+    return [
+        f"captions: {count} pictures have a caption of which PRX's cleaning leaves nothing, which is encoded as the "
+        f"empty caption ({example})"
+    ]
 
 
 def _shown(sign: Sign) -> str:

@@ -94,6 +94,11 @@ class PRX(ModelSpec):
     def inner_dim(self) -> int:
         return self.hidden_size
 
+    @property
+    def vae_factors(self) -> tuple[float, float] | None:
+        """The factors of DC-AE 1.1, Sana's VAE, for the models on its 32 channels."""
+        return (0.41407, 0.0) if self.in_channels == 32 else None
+
     def with_layers(self, count: int) -> Self:
         return replace(self, depth=count)
 

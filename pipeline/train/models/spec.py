@@ -223,14 +223,24 @@ class ModelSpec(ABC):
             )
 
     @property
+    def longest_caption(self) -> int | None:
+        """The most text rows of a caption; None: any number."""
+        return None
+
+    @property
+    def vae_factors(self) -> tuple[float, float] | None:
+        """Scaling and shift factor of the VAE that the released weights were trained with; None: not known."""
+        return None
+
+    @property
     def described(self) -> str:
         """The shape, for people who set up another trainer."""
         return f"depth {self.num_layers}"
 
-    @property
-    def adapter_note(self) -> str:
-        """Say what becomes of an adapter's file that no program reads for this model; empty: one does."""
-        if not self.unread:
+    def adapter_note(self, formats: Sequence[str]) -> str:
+        """Say what becomes of an adapter's file that no program reads for this model; empty: one does, or an adapter
+        has none. formats: those that the adapter writes."""
+        if not formats or not set(formats) <= set(self.unread):
             return ""
         return (
             f"no program loads an adapter's file for {self.class_name}: what is trained is exported in its base, by "
@@ -326,6 +336,29 @@ class ModelSpec(ABC):
                 expected=self.text_kind,
                 found=found,
                 fix=fix,
+            )
+
+    def check_factors(self, what: str, fix: str, scaling: float, shift: float) -> None:
+        """Refuse latents of another VAE than the weights were trained with, which may have as many channels, but has
+        another scale and shift. what: that they are from. Models whose `vae_factors` are None take any."""
+        of_model = self.vae_factors
+        if of_model is None or all(abs(a - b) < 1e-3 for a, b in zip(of_model, (scaling, shift), strict=True)):
+            return
+        raise ConfigError(
+            f"the weights and {what} do not fit together: {self.class_name} was trained on latents of another VAE",
+            expected=f"scaling_factor {of_model[0]:g} and shift_factor {of_model[1]:g}",
+            found=f"scaling_factor {scaling:g} and shift_factor {shift:g}",
+            fix=fix,
+        )
+
+    def check_rows(self, what: str, rows: int) -> None:
+        """Refuse captions of more rows than the model has positions for. what: the option or data that allows them."""
+        if self.longest_caption is not None and rows > self.longest_caption:
+            raise ConfigError(
+                f"{what}: {self.class_name} has positions for fewer text rows",
+                expected=f"at most {self.longest_caption}",
+                found=rows,
+                fix=f"--set text.max_length={self.longest_caption}, then sana-pipe encode and sana-pipe bucket",
             )
 
     def check_sides(self, height: int, width: int, compression: int, option: str) -> None:

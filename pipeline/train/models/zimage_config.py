@@ -19,7 +19,7 @@ from sana_pipe.train.config import TrainConfig
 from sana_pipe.train.models.layers import SINUSOID_WIDTH
 from sana_pipe.train.models.spec import Call, DrawnValues, ModelSpec, Values, generator_of
 from sana_pipe.train.models.weight_files import FolderWeights, save_folder
-from sana_pipe.train.models.zimage import ZImageTransformer, padded, parameter_shapes
+from sana_pipe.train.models.zimage import MULTIPLE, ZImageTransformer, padded, parameter_shapes
 from sana_pipe.train.models.zimage_shape import ZImageShape
 
 _TURBO = re.compile(r"z[-_ ]?image[-_ ]?turbo", re.IGNORECASE)
@@ -50,6 +50,16 @@ class ZImageConfig(ZImageShape, ModelSpec):
     @property
     def inner_dim(self) -> int:
         return self.dim
+
+    @property
+    def longest_caption(self) -> int:
+        """Positions begin at 1, captions are padded, and the picture has the position behind them: 992 of 1024."""
+        return (self.axes_lens[0] - 2) // MULTIPLE * MULTIPLE
+
+    @property
+    def vae_factors(self) -> tuple[float, float] | None:
+        """The factors of Flux's VAE. It has 16 channels, as the VAEs of SD3 and others."""
+        return (0.3611, 0.1159) if self.in_channels == 16 else None
 
     @property
     def described(self) -> str:
@@ -116,8 +126,10 @@ class ZImageConfig(ZImageShape, ModelSpec):
     def joined_parts(self) -> dict[str, list[str]]:
         """ComfyUI joins query, key and value, and has no number of patches in its names."""
         parts: dict[str, list[str]] = {}
+        patches = f"{self.patch_size}-1"
         for name in parameter_shapes(self):
-            theirs = name.replace("all_x_embedder.2-1", "x_embedder").replace("all_final_layer.2-1", "final_layer")
+            theirs = name.replace(f"all_x_embedder.{patches}", "x_embedder")
+            theirs = theirs.replace(f"all_final_layer.{patches}", "final_layer")
             for ours, other in _COMFYUI.items():
                 theirs = theirs.replace(ours, other)
             for last in _FUSED:

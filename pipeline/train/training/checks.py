@@ -47,8 +47,6 @@ def check_inputs(train: TrainConfig, task: TrainingTask, launch: Launch, log: Lo
     task.check(layout)
     shape = partial(architecture_of, task.model, task.sample_size)
     check_layout(train, shape, task.batches, layout)
-    if train.adapter is not None and (note := shape().adapter_note):
-        log(f"note: {note}")
     if task.pictures is not None:
         drawings.check(train.microbatch, task, shape())
     return Context(train, task, launch, layout, device, log)
@@ -67,6 +65,8 @@ def check_versions() -> None:
 def check_start(context: Context, trainable: Trainable, resumed: Resumed | None) -> None:
     """Refuse a model that does not fit the data, or a checkpoint that this run cannot continue. Collective."""
     train, task, spec, adapter = context.train, context.task, trainable.spec, trainable.adapter
+    if adapter is not None and (note := spec.adapter_note(adapter.formats)):
+        context.log(f"note: {note}")
     options = dict(flat({"train": train.model_dump(mode="json", exclude=_OF_A_NODE)}))
     require_equal(
         {"snapshot": task.first_state.snapshot, **options},
@@ -78,6 +78,10 @@ def check_start(context: Context, trainable: Trainable, resumed: Resumed | None)
     run_on_all(lambda: spec.check_widths("the snapshot", fix, channels=task.channels, text_width=task.text_width))
     if task.text_kind is not None and task.model.weights is not None:
         run_on_all(partial(spec.check_text_kind, "the snapshot", f"{fix}; text.id names the encoder", task.text_kind))
+    if task.vae_factors is not None and task.model.weights is not None:
+        run_on_all(partial(spec.check_factors, "the snapshot", f"{fix}; vae.id names the VAE", *task.vae_factors))
+    if task.text_rows is not None:
+        run_on_all(partial(spec.check_rows, "the snapshot's text.max_length", task.text_rows))
     if task.compression is not None:
         run_on_all(partial(_check_buckets, spec, task.batches, task.compression))
     if resumed is None:

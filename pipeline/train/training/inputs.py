@@ -96,6 +96,8 @@ def task_of(
         channels=inputs.latent.channels,
         text_width=inputs.text_width,
         text_kind=inputs.text_kind,
+        text_rows=inputs.text_rows,
+        vae_factors=(inputs.latent.scaling_factor, inputs.latent.shift_factor),
         sample_size=inputs.sample_size,
         compression=inputs.latent.compression,
         loader=lambda layout, start, stop: Loader(snapshot, settings(layout, start, stop)),

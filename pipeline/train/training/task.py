@@ -77,6 +77,7 @@ class TrainingTask:
         first_state: snapshot, seed and phase of the order; its step is ignored.
         earlier_id: the id that a checkpoint has for the same samples, where they got another id since; "": none.
         channels, text_width: of the latents and of the text rows. text_kind: of the encoder of these; None: not known.
+        text_rows: of a caption at most. vae_factors: scaling and shift factor of the latents. None: not known.
         sample_size: side of the latent at the base resolution, for a model trained from scratch.
         compression: pixels per latent side; None: the sides of buckets are not looked at.
         loader: (layout, start_step, stop_step) -> an iterable of this process's microbatches and the state after them.
@@ -118,6 +119,8 @@ class TrainingTask:
     adapter: Adapter | None = None
     preserved: Sequence[Tensor] = ()
     text_kind: str | None = None
+    text_rows: int | None = None
+    vae_factors: tuple[float, float] | None = None
     compression: int | None = None
     patience_s: float = PATIENCE_S
     textfile: str | None = None

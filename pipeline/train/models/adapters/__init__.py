@@ -153,11 +153,17 @@ def adapter_from(values: Mapping[str, Any] | None) -> Adapter | None:
 def adapter_of(train: TrainConfig, spec: ModelSpec, *, start: bool = True) -> Adapter | None:
     """The adapter of a configuration; None: every parameter is trained. start: False: without the file that it starts
     from, for a prediction."""
+    kind = adapter_class(train)
+    return None if kind is None else kind.from_config(train, spec, start)
+
+
+def adapter_class(train: TrainConfig) -> type[Adapter] | None:
+    """The class of a configuration's adapter; None: every parameter is trained."""
     others = {"only": train.only, "controlnet": train.controlnet}
     kind = next((kind for kind, given in others.items() if given is not None), None)
     if train.adapter is not None:
         kind = train.adapter.kind
-    return None if kind is None else pkgutil.resolve_name(KINDS[kind]).from_config(train, spec, start)
+    return None if kind is None else pkgutil.resolve_name(KINDS[kind])
 
 
 def matching(patterns: Sequence[str], names: Iterable[str], option: str) -> list[str]:

@@ -1,6 +1,7 @@
-"""Runs of a tiny Z-Image on two processes: torchrun -m tests.support.workers.zimage FOLDER.
+"""Runs of a tiny Z-Image and a tiny PRX on two processes: torchrun -m tests.support.workers.other_models FOLDER.
 
-FOLDER has the start weights and the runs of one process; the results are run directories next to them.
+FOLDER has a folder for each model, with its start weights and the runs of one process; the results are run directories
+next to them.
 """
 
 from __future__ import annotations
@@ -16,14 +17,24 @@ from sana_pipe.train.models.config import ModelConfig
 from sana_pipe.train.parallel import mesh
 from sana_pipe.train.training.task import Report
 from sana_pipe.train.training.trainer import fit
+from tests.support import tiny_prx, tiny_zimage
 from tests.support.workers import tiny_run
 
+MODELS = {"zimage": ("full", "lora", "dora"), "prx": ("full", "lora")}
+"""The kinds of runs of each model."""
+RUNS = [(model, kind) for model, kinds in MODELS.items() for kind in kinds]
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"ema": {"decay": 0.5}},
     "lora": {"adapter": {"kind": "lora", "rank": 3, "targets": "all", "dropout": 0.2}},
     "dora": {"adapter": {"kind": "dora", "rank": 3}},
 }
 PARALLEL: dict[str, dict[str, Any]] = {"FSDP2": {"dp_shard": 2}, "DDP": {"dp_replicate": 2, "dp_shard": 1}}
+
+
+def save(folder: Path) -> None:
+    """Write the start weights of both models."""
+    tiny_zimage.save(folder / "zimage")
+    tiny_prx.of_diffusers().save_pretrained(folder / "prx/transformer")
 
 
 def settings(folder: Path, kind: str, name: str, **train: Any) -> Config:
@@ -42,8 +53,9 @@ def run(given: Config, launch: Launch | None = None, **options: Any) -> Report:
 
 
 def main() -> None:
-    folder, launch = Path(sys.argv[1]), mesh.reopening(detect(), 0)
-    for kind in KINDS:
+    launch = mesh.reopening(detect(), 0)
+    for model, kind in RUNS:
+        folder = Path(sys.argv[1]) / model
         for name, parallel in PARALLEL.items():
             run(settings(folder, kind, name, parallel=parallel), launch)
         resumed = settings(folder, kind, "resumed", parallel=PARALLEL["FSDP2"])
