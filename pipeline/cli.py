@@ -835,6 +835,7 @@ def export(config: Config, checkpoint: str, out: str, **options: Any) -> Any:
         "sana-pipe sample --prompt 'a red cube' --prompt 'a lighthouse at sea' --ema",
         "sana-pipe sample --prompt 'a lighthouse at sea' --control edges.png",
         "sana-pipe sample --watch ./runs/sana_1600m_1024 --set encode.device=cpu",
+        "sana-pipe sample --count 4 --for-pairs ./pairs",
     ]
 )
 @_configured
@@ -882,6 +883,13 @@ def export(config: Config, checkpoint: str, out: str, **options: Any) -> Any:
     "transformer.",
 )
 @click.option("--once", is_flag=True, help="With --watch: end when everything that is there is decoded.")
+@click.option(
+    "--for-pairs",
+    "for_pairs",
+    metavar="DIR",
+    help="Draw --count pictures (default: 4) for each of up to 100 captions into a new folder, with a page to mark the "
+    "better and the worse picture on.",
+)
 @click.pass_context
 def sample(
     context: click.Context,
@@ -899,10 +907,13 @@ def sample(
     control: str | None,
     watch: str | None,
     once: bool,
+    for_pairs: str | None,
 ) -> Any:
     """Draw pictures for captions of a snapshot, or for new prompts, and put them on a contact sheet."""
     if watch is not None:
         _only_with(context, "--watch", "once")
+    elif for_pairs is not None:
+        _only_with(context, "--for-pairs", "for_pairs", "checkpoint", "snapshot", "ema", "count", "scale")
     elif once:
         raise click.UsageError("--once is for --watch")
     if prompts and (snapshot is not None or count is not None):
@@ -917,6 +928,8 @@ def sample(
 
     if watch is not None:
         return stage.watch(config, local_path(watch), once=once)
+    if for_pairs is not None:
+        return stage.run_pairs(config, checkpoint, snapshot, local_path(for_pairs), count, ema=ema, scale=scale)
     if not prompts:
         return stage.run(config, checkpoint, snapshot, _path(out), count, ema=ema, scale=scale, base=base)
     shared: dict[str, Any] = {"ema": ema, "scale": scale, "base": base, "control": _path(control)}

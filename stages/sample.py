@@ -22,7 +22,9 @@ from sana_pipe.base.hub import open_tensors, resolve
 from sana_pipe.base.launch import check_compiler, resolve_device, set_tf32
 from sana_pipe.base.metrics.trackers import PictureTrackers
 from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.prompts import spread
+from sana_pipe.data.cache.snapshot import Snapshot
 from sana_pipe.data.cache.snapshot_head import Head
 from sana_pipe.data.encoders.vae import vae_shape
 from sana_pipe.data.signals.latent import LatentEncoding
@@ -30,7 +32,7 @@ from sana_pipe.data.signals.text import TextEncoding
 from sana_pipe.data.sources import caption_rules
 from sana_pipe.tools import outputs
 from sana_pipe.tools.locations import cache_location
-from sana_pipe.tools.reporting import draw_latents, drawing_folder, encoder_process, run_pictures
+from sana_pipe.tools.reporting import draw_latents, drawing_folder, encoder_process, pair_page, run_pictures
 from sana_pipe.tools.reporting.draw_latents import DrawnLatent, draw_columns, likeness
 from sana_pipe.tools.reporting.drawing_folder import (
     BASE,
@@ -51,6 +53,8 @@ from sana_pipe.train.training.base_weights import first_weights, whole_weights
 
 CAPTIONS = 8
 """Captions of a snapshot that are drawn unless `--count` says otherwise."""
+PAIR_CAPTIONS, PAIR_PICTURES = 100, 4
+"""Captions that are drawn for pairs, and pictures of each unless `--count` says otherwise."""
 _FIX = "--snapshot NAME of a snapshot, or --config FILE, with this model's encoders"
 
 
@@ -92,20 +96,8 @@ def run(
     outputs.check(config, FOLDER if out is None else out)
     config, stored, controlled = _trained(config, checkpoint, ema)
     cache = cache_location(config).open()
-    opened = cache.open_snapshot(snapshot)
-    if controlled is not None and CONTROL not in opened.pictures:
-        raise ConfigError(
-            f"{stored.folder} holds {controlled}, but snapshot {opened.id[:12]} has no control pictures",
-            fix="--snapshot NAME of a snapshot that has them, or --prompt TEXT --control FILE",
-        )
+    opened = _opened(config, cache, snapshot, stored, controlled)
     architecture, columns = stored.architecture, _columns(config, stored, scale, base)
-    channels, text_width = opened.encoding(LatentEncoding).channels, opened.encoding(TextEncoding).width
-    architecture.check_widths(f"snapshot {opened.id[:12]}", _FIX, channels=channels, text_width=text_width)
-    if config.model.weights is not None:
-        kind = opened.encoding(TextEncoding).encoder_kind
-        architecture.check_text_kind(f"snapshot {opened.id[:12]}", _FIX, kind)
-        latent = opened.encoding(LatentEncoding)
-        architecture.check_factors(f"snapshot {opened.id[:12]}", _FIX, latent.scaling_factor, latent.shift_factor)
     wanted = min(count or CAPTIONS, len(opened))
     if wanted < (count or CAPTIONS):
         _log(f"the snapshot has only {wanted} samples: drawing {wanted} pictures")
@@ -140,6 +132,79 @@ def run(
         ]
         sheet = publish(config, latents, rows, stored, work, out, SourcePictures(config.data, cache))
     return Result(sheet, len(drawn), sum(hits))
+
+
+def run_pairs(
+    config: Config,
+    checkpoint: str,
+    snapshot: str | None,
+    out: Path,
+    count: int | None = None,
+    *,
+    ema: bool = False,
+    scale: float | None = None,
+) -> Path:
+    """Draw several pictures for each of up to `PAIR_CAPTIONS` captions, the first with `sample.seed`, the next with the
+    seed after it, and write a page to mark the better and the worse ones on; returns the page.
+
+    Args:
+        checkpoint, snapshot, ema, scale: as in `run`.
+        out: a new or empty folder.
+        count: pictures of each caption, at least 2 (None: `PAIR_PICTURES`).
+
+    Raises:
+        UserError: as in `run`; `out` holds something.
+    """
+    count = PAIR_PICTURES if count is None else count
+    if count < 2:
+        raise ConfigError("--count 1 gives no pairs", expected="2 or more pictures a caption", fix="--count 4")
+    outputs.check(config, out, option="--for-pairs")
+    pair_page.check_new(out)
+    config, stored, controlled = _trained(config, checkpoint, ema)
+    opened = _opened(config, cache_location(config).open(), snapshot, stored, controlled)
+    chosen, seeds = spread(len(opened), min(PAIR_CAPTIONS, len(opened))), [config.sample.seed + n for n in range(count)]
+    _log(f"drawing {count} pictures each with {stored} for {len(chosen)} captions of snapshot {opened.id[:12]}")
+    adapter = controlled if scale != 0 else None
+    weights = dict(_columns(config, stored, scale, base=False)[DRAWN]() or {})
+    model = draw_latents.open_model(config.train, stored.architecture, weights, _device(config), adapter)
+    sampling, controls = _sampling(config, stored.architecture), {"controlled": adapter is not None}
+    with working(out) as work:
+        drawn = [draw_latents.draw_for(model, sampling, seed, opened, chosen, **controls) for seed in seeds]
+        del model
+        groups = list(zip(*drawn, strict=True))
+        latents = {pair_page.file_name(n, k): each.latent for n, of in enumerate(groups) for k, each in enumerate(of)}
+        encoder_process.decode(config, latents, work)
+        origin = {"checkpoint": stored.folder.name, "weights": stored.weights}
+        rows = [
+            {"caption": each.caption, "number": n, "picture": k, "seed": seed, "sample_id": each.sample_id, **origin}
+            for n, of in enumerate(groups)
+            for k, (each, seed) in enumerate(zip(of, seeds, strict=True))
+        ]
+        return pair_page.publish(rows, work / "pictures", out, _log)
+
+
+def _opened(
+    config: Config, cache: Cache, snapshot: str | None, stored: checkpoints.ModelTensors, controlled: Adapter | None
+) -> Snapshot:
+    """The snapshot whose captions are drawn.
+
+    Raises:
+        UserError: there is none, or it is of other encoders, or lacks control pictures.
+    """
+    opened, architecture = cache.open_snapshot(snapshot), stored.architecture
+    if controlled is not None and CONTROL not in opened.pictures:
+        raise ConfigError(
+            f"{stored.folder} holds {controlled}, but snapshot {opened.id[:12]} has no control pictures",
+            fix="--snapshot NAME of a snapshot that has them, or --prompt TEXT --control FILE",
+        )
+    channels, text_width = opened.encoding(LatentEncoding).channels, opened.encoding(TextEncoding).width
+    architecture.check_widths(f"snapshot {opened.id[:12]}", _FIX, channels=channels, text_width=text_width)
+    if config.model.weights is not None:
+        kind = opened.encoding(TextEncoding).encoder_kind
+        architecture.check_text_kind(f"snapshot {opened.id[:12]}", _FIX, kind)
+        latent = opened.encoding(LatentEncoding)
+        architecture.check_factors(f"snapshot {opened.id[:12]}", _FIX, latent.scaling_factor, latent.shift_factor)
+    return opened
 
 
 def _trained(config: Config, checkpoint: str, ema: bool) -> tuple[Config, checkpoints.ModelTensors, Adapter | None]:

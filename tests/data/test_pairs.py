@@ -20,7 +20,7 @@ import sana_pipe.stages.bucket
 import sana_pipe.stages.encode
 import sana_pipe.stages.pack
 import sana_pipe.stages.verify
-from sana_pipe.base.errors import RejectRateError
+from sana_pipe.base.errors import ConfigError, RejectRateError
 from sana_pipe.config import Config
 from sana_pipe.data.cache import audit
 from sana_pipe.data.cache.cache import Cache
@@ -29,6 +29,7 @@ from sana_pipe.data.encoders.vae import LatentEncoder
 from sana_pipe.data.images import decoding
 from sana_pipe.data.loader.loader import Loader
 from sana_pipe.data.signals.rejected import RejectedEncoding
+from sana_pipe.data.snapshots.heldout import check_disjoint
 from sana_pipe.data.snapshots.pairs import linked
 from tests.support.constants import constants, unit_sizes
 from tests.support.loading import loader_settings
@@ -119,6 +120,7 @@ def test_every_layout_gives_the_same_pairs(
         done = sana_pipe.stages.encode.run(config, data)
         assert done["items"] == done["images"] == done["rejected pictures"] == len(CHOSEN) and not done["rejects"]
         assert not list(audit.verify(Cache(config.cache)))
+        assert sana_pipe.stages.encode.dry_run(config, data, probe=False) == 0
         again = sana_pipe.stages.encode.run(config, data)
         assert again["rejected pictures"] == 0 and again["reused"]["rejected pictures"] == len(CHOSEN)
         found.append(keys(config))
@@ -190,6 +192,17 @@ def test_a_source_without_pairs_names_the_place_that_was_looked_at(make_config: 
     with pytest.raises(RejectRateError) as error:
         sana_pipe.stages.encode.run(config, data)
     assert "put X_bad.png next to X_w.jpg" in str(error.value.fix) and "required" not in str(error.value.fix)
+
+
+def test_a_listing_with_two_pairs_of_one_chosen_picture_says_so(make_config: MakeConfig, tmp_path: Path) -> None:
+    way = by_listing(new(tmp_path))
+    with (tmp_path / "data/pairs.csv").open("a") as sheet:
+        sheet.write("good/0.png,bad/1.png,picture 0\n")
+    config, _ = configured(make_config, tmp_path, way)
+    done = sana_pipe.stages.encode.run(config, str(tmp_path / "data/pairs.csv"))
+    assert done["images"] == len(CHOSEN) - 1 and done["rejects"] == 1
+    [report] = Path(config.cache, "reports").glob("rejects-*.csv")
+    assert "has 2 rejected pictures: bad/0.png, bad/1.png" in report.read_text()
 
 
 def test_a_damaged_record_of_a_rejected_picture_is_found_and_repaired(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -291,6 +304,30 @@ def test_pairs_are_linked_through_shared_pictures() -> None:
     assert set(linked(digests(*chain[1:]), digests(*chain[:-1])).tolist()) == {b"00"}
 
 
+@pytest.mark.parametrize("row", [(0, 5), (5, 0), (1, 5), (5, 1), (4, 5)])
+def test_a_validation_with_a_picture_of_a_trained_pair_is_refused(
+    row: tuple[int, int], make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Trained are the pairs (0, 1) and (2, 3)."""
+    files = [picture(64, 64, 300 + number) for number in range(6)]
+    for name, pairs in ("trained", [(0, 1), (2, 3)]), ("others", [row]):
+        image, worse = ([files[pair[side]] for pair in pairs] for side in (0, 1))
+        table = pa.table({"image": image, "worse": worse, "text": ["words"] * len(pairs)})
+        (tmp_path / name).mkdir()
+        pq.write_table(table, tmp_path / name / "pairs.parquet")
+        sana_pipe.stages.encode.run(make_config(tmp_path, "data.pictures.rejected.column=worse"), str(tmp_path / name))
+    opened = {}
+    for name, other in ("trained", "others"), ("others", "trained"):
+        config = make_config(tmp_path, f"bucket.sources.{other}.weight=0")
+        sana_pipe.stages.bucket.run(config, name=name)
+        opened[name] = Cache(config.cache).open_snapshot(name)
+    if {0, 1} & set(row):
+        with pytest.raises(ConfigError, match="1 of the 1 samples"):
+            check_disjoint(opened["trained"], opened["others"])
+    else:
+        check_disjoint(opened["trained"], opened["others"])
+
+
 def test_no_picture_of_a_held_out_pair_is_trained_on(make_config: MakeConfig, tmp_path: Path) -> None:
     """Groups of pictures, each of four pairs that share pictures in a chain: chosen twice, rejected twice, and both."""
     rows = []
@@ -309,4 +346,5 @@ def test_no_picture_of_a_held_out_pair_is_trained_on(make_config: MakeConfig, tm
         made = cache.open_snapshot(name)
         sides.append({groups[int(made.source_item(row)[1][-9:])] for row in range(len(made))})
         assert len(made) == 4 * len(sides[-1])  # pairs of one chosen picture are no copies of each other
+    check_disjoint(cache.open_snapshot("latest"), cache.open_snapshot("latest.heldout"))
     assert sides[0] and sides[1] and not sides[0] & sides[1]

@@ -41,7 +41,18 @@ def dry_run(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> tuple[int, lis
     with monkeypatch.context() as patch:
         for stage in STAGES:
             empty = types.ModuleType(f"sana_pipe.stages.{stage}")
-            for name in ("run", "again", "dry_run", "encode", "diff", "name", "show", "run_prompts", "watch"):
+            for name in (
+                "run",
+                "again",
+                "dry_run",
+                "encode",
+                "diff",
+                "name",
+                "show",
+                "run_prompts",
+                "run_pairs",
+                "watch",
+            ):
                 setattr(empty, name, function(f"{stage}.{name}"))
             empty.check_name = lambda name: None  # type: ignore[attr-defined]
             empty.Options = dict  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import html
 import io
 import json
@@ -32,6 +33,7 @@ from sana_pipe.stages import bucket, encode, inspect, report, train, view
 from sana_pipe.tools.demo import small_models
 from sana_pipe.tools.reporting import (
     data_figures,
+    pair_page,
     plots,
     run_figures,
     run_plots,
@@ -1044,6 +1046,43 @@ def opened_in(executable: str, page: Path, profile: Path) -> tuple[str, str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
+
+
+def test_a_browser_marks_pairs_and_saves_them(tmp_path: Path) -> None:
+    """A copy of the page with a probe clicks on pictures: better and worse of four; one of two; a mark that is taken
+    back; no second mark."""
+    drawn, out = tmp_path / "drawn", tmp_path / "pairs"
+    drawn.mkdir()
+    out.mkdir()
+    captions = ['a "red", round <b>cube</b>', "of two", "unmarked", "only one"]
+    rows = [
+        {"caption": captions[number], "number": number, "picture": picture}
+        for number, count in enumerate((4, 2, 2, 3))
+        for picture in range(count)
+    ]
+    for row in rows:
+        name = pair_page.file_name(int(str(row["number"])), int(str(row["picture"])))
+        Image.new("RGB", (32, 32), (9, 9, 9)).save(drawn / f"{name}.png")
+    page = pair_page.publish(rows, drawn, out, print)
+    probe = """<script>
+      const at = (number, picture) =>
+        document.querySelector(`button[data-number="${number}"][data-picture="${picture}"]`).click();
+      at(0, 2); at(0, 1); at(0, 3); at(1, 1); at(2, 0); at(2, 0); at(3, 0);
+      document.body.append(Object.assign(document.createElement('pre'), {id: 'csv', textContent: csv()}));
+      document.body.append(Object.assign(document.createElement('pre'), {id: 'broken', textContent:
+        [...document.images].filter(i => i.complete && !i.naturalWidth).length}));
+    </script></body>"""
+    copy = out / "probed.html"
+    copy.write_text(page.read_text(encoding="utf-8").replace("</body>", probe), encoding="utf-8")
+    document, log = opened_in(browser(), copy, tmp_path / "profile")
+    assert "Refused" not in log and "Error" not in "".join(re.findall(r"CONSOLE.*", log))
+    [text], [broken] = (re.findall(rf'<pre id="{name}">(.*?)</pre>', document, re.DOTALL) for name in ("csv", "broken"))
+    assert broken == "0"
+    assert list(csv.reader(io.StringIO(html.unescape(text)))) == [
+        list(pair_page.COLUMNS),
+        ["0000-2.png", "0000-3.png", captions[0], "1"],
+        ["0001-1.png", "0001-0.png", captions[1], "1"],
+    ]
 
 
 @pytest.mark.parametrize("width", [360, 1280])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import csv
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,7 +35,7 @@ from sana_pipe.data.sources.source import Unreadable
 from sana_pipe.stages import bucket, encode, export, sample, train
 from sana_pipe.stages import run as chain
 from sana_pipe.tools.demo import small_models
-from sana_pipe.tools.reporting import draw_latents, drawing_folder, encoder_process, export_folder
+from sana_pipe.tools.reporting import draw_latents, drawing_folder, encoder_process, export_folder, pair_page
 from sana_pipe.tools.reporting import source_pictures as reading
 from sana_pipe.tools.reporting.contact_sheet import SheetRow, contact_sheet
 from sana_pipe.tools.reporting.export_readme import call_arguments, readme
@@ -540,6 +542,60 @@ def test_sample_writes_pictures_a_table_and_a_sheet(trained: Trained, tmp_path: 
         with Image.open(tmp_path / "samples" / row["file"]) as picture:
             assert picture.size == (row["width"], row["height"])
     assert {(row["height"], row["width"]) for row in rows} == {(48, 80), (64, 64)}
+
+
+def test_several_pictures_a_caption_become_pairs_that_encode_reads(
+    trained: Trained, tmp_path: Path, in_this_process: None
+) -> None:
+    """The CSV file has what the page's script saves: the columns and names that the page holds as JSON."""
+    out = tmp_path / "pairs"
+    page = sample.run_pairs(trained.config, "auto", None, out, 2).read_text(encoding="utf-8")
+    assert not re.search(r"""(?:src|href)=["'](?:https?:)?//""", page)
+    found = re.search(r'<script type="application/json" id="data">(.*)</script>', page)
+    assert found is not None
+    told = json.loads(found[1])
+    rows = [json.loads(line) for line in (out / "candidates.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * len(CAPTIONS) and {row["seed"] for row in rows} == {0, 1}
+    assert [group["caption"] for group in told["groups"]] == [row["caption"] for row in rows[::2]]
+    assert [file for group in told["groups"] for file in group["files"]] == [row["file"] for row in rows]
+    assert len({(out / row["file"]).read_bytes() for row in rows}) == len(rows)
+    with (out / told["file"]).open("w", newline="") as sheet:
+        writer = csv.writer(sheet, quoting=csv.QUOTE_ALL)
+        writer.writerow(told["columns"])
+        for group in told["groups"][:-1]:
+            better, worse = group["files"]
+            marked = {"chosen": better, "rejected": worse, "caption": group["caption"], "weight": 1}
+            writer.writerow([marked[column] for column in told["columns"]])
+    words = shlex.split(pair_page.command(out))
+    options = [option for option in words if option.startswith("data.")]
+    config = changed(trained.config, tmp_path, f"cache={tmp_path / 'cache'}", *options)
+    done = encode.run(config, words[words.index("--data") + 1])
+    assert done["images"] == done["rejected pictures"] == len(CAPTIONS) - 1 and not done["rejects"]
+    bucket.run(config)
+    made = Cache(config.cache).open_snapshot()
+    assert {made.sample(row).pictures["rejected"].weight for row in range(len(made))} == {1.0}
+    with pytest.raises(UserError, match="no new folder"):
+        sample.run_pairs(trained.config, "auto", None, out, 2)
+    with pytest.raises(ConfigError, match="--count 1"):
+        sample.run_pairs(trained.config, "auto", None, tmp_path / "one", 1)
+
+
+def test_the_script_of_the_page_of_the_documents_ranks_pictures_by_a_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [text] = re.findall(r"```python\n(.*?candidates\.jsonl.*?)```", Path("docs/encoding.md").read_text(), re.DOTALL)
+    scores = {"0000-0.png": 0.5, "0000-1.png": 2.0, "0000-2.png": 1.0, "0001-0.png": 3.0, "0001-1.png": 1.0}
+    (tmp_path / "pairs").mkdir()
+    rows = [{"file": file, "number": int(file[:4]), "caption": f"caption {file[3]}"} for file in scores]
+    (tmp_path / "pairs" / pair_page.TABLE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    exec(text, {"score": lambda file: scores[Path(file).name]})
+    with (tmp_path / "pairs" / pair_page.FILE).open() as sheet:
+        assert list(csv.reader(sheet)) == [
+            list(pair_page.COLUMNS),
+            ["0000-1.png", "0000-0.png", "caption 0", "1.5"],
+            ["0001-0.png", "0001-1.png", "caption 1", "2.0"],
+        ]
 
 
 @pytest.mark.slow

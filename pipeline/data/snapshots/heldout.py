@@ -22,6 +22,7 @@ from sana_pipe.data.cache.snapshot_head import Head, HeldOut
 from sana_pipe.data.cache.snapshot_samples import picture_keys
 from sana_pipe.data.signals.latent import LatentEncoding
 from sana_pipe.data.signals.phash import HashEncoding
+from sana_pipe.data.signals.rejected import RejectedEncoding
 
 OPTION = "train.validation.snapshot"
 
@@ -63,19 +64,23 @@ def check(snapshot: Snapshot, part: Snapshot) -> None:
 
 
 def check_disjoint(snapshot: Snapshot, part: Snapshot) -> None:
-    """Refuse a part with samples of the training, or with their pictures in the same bucket.
+    """Refuse a part with samples of the training, or with their pictures in the same bucket, chosen or rejected.
 
     Raises:
         ConfigError: says how many there are.
     """
     ours, theirs = snapshot.head.policies.heldout, part.head.policies.heldout
-    if ours is not None and theirs is not None and _one_rule(ours, theirs):
+    paired = RejectedEncoding.kind in (
+        *snapshot.pictures,
+        *part.pictures,
+    )  # on which side a pair is, others decide, too
+    if ours is not None and theirs is not None and not paired and _one_rule(ours, theirs):
         return
-    ids, latents = (np.concatenate(columns) for columns in zip(*map(_identities, part.tables()), strict=True))
+    ids, keys = (np.concatenate(columns) for columns in zip(*map(_identities, part.tables()), strict=True))
     in_both = np.zeros(len(ids), bool)
     for table in snapshot.tables():
-        trained_ids, trained_latents = _identities(table)
-        in_both |= np.isin(ids, trained_ids) | np.isin(latents, trained_latents)
+        trained_ids, trained_keys = _identities(table)
+        in_both |= np.isin(ids, trained_ids) | np.isin(keys, trained_keys).any(axis=1)
     shared = int(in_both.sum())
     if shared:
         raise ConfigError(
@@ -93,5 +98,7 @@ def _one_rule(ours: HeldOut, theirs: HeldOut) -> bool:
 
 
 def _identities(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """Sample ids, uint64 (n,), and keys of latents, S16 (n,)."""
-    return table.column("sample_id").to_numpy(), picture_keys(table, LatentEncoding.kind)
+    """Sample ids, uint64 (n,), and keys of latents, S16 (n, 1), or of pairs (n, 2)."""
+    kinds = [kind for kind in (LatentEncoding.kind, RejectedEncoding.kind) if kind in table.column_names]
+    keys = [picture_keys(table, kind) for kind in kinds]
+    return table.column("sample_id").to_numpy(), np.stack(keys, axis=1)

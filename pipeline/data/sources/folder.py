@@ -284,7 +284,8 @@ class FolderSource(Source):
             controls_and_masks = {}
             for one in self.controls_and_masks:
                 named = rows.meta.get(one.column) if rows is not None and one.column is not None else None
-                controls_and_masks[one] = [Place(name) for name in ([named] if named else next_to.get(one.kind, ()))]
+                names = named if isinstance(named, list) else [named] if named else next_to.get(one.kind, ())
+                controls_and_masks[one] = [Place(name) for name in names]
             result.append(_Listed(key, captions, rows, controls_and_masks))
         return result
 

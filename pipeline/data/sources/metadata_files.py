@@ -55,19 +55,25 @@ REJECTS = pa.schema([("item", pa.string()), ("reason", pa.string())])
 
 
 class Pictures:
-    """The rows about pictures, in temporary files. table: columns `item` and `row`, in the rows' order."""
+    """The rows about pictures, in temporary files. table: columns `item` and `row`, in the rows' order; others: the
+    columns that name other pictures, of which a picture has a list where its rows differ."""
 
-    def __init__(self, table: pa.Table, scratch: Scratch):
-        self._rows = ItemRows(table, scratch)
+    def __init__(self, table: pa.Table, scratch: Scratch, others: Sequence[str] = ()):
+        self._rows, self._others = ItemRows(table, scratch), others
 
     def find(self, keys: list[str]) -> list[PictureCaptions | None]:
         """Return what the rows say about each picture; None where no row names it."""
         return [self._merged(rows) if rows else None for rows in self._rows.every(keys)]
 
     def _merged(self, rows: list[int]) -> PictureCaptions:
-        picture = PictureCaptions()
+        picture, named = PictureCaptions(), dict[str, list[str]]()
         for row in rows:
-            picture.add(PictureCaptions(*pickle.loads(self._rows.table.column("row")[row].as_buffer())))
+            said = PictureCaptions(*pickle.loads(self._rows.table.column("row")[row].as_buffer()))
+            picture.add(said)
+            for column in self._others:
+                if (name := said.meta.get(column)) is not None and name not in named.setdefault(column, []):
+                    named[column].append(name)
+        picture.meta |= {column: names for column, names in named.items() if len(names) > 1}
         return picture
 
 
@@ -103,7 +109,7 @@ class MetadataReader:
         """The rows that name a picture (column `item`), what they say, and the rejects (`REJECTS`); nothing can be read
         any more."""
         named = self._named.finish()
-        return named, Pictures(named, self._scratch), self._rejects.finish()
+        return named, Pictures(named, self._scratch, self.column_names), self._rejects.finish()
 
     def reject(self, where: str, reason: str) -> None:
         """Note a row that cannot be used."""
