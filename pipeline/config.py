@@ -118,7 +118,7 @@ READS: dict[str, tuple[str, ...]] = {
     "bucket": (*_CACHE, "vae", "text", "bucket", *_BUCKETS, "encode"),
     "check": ("vae", "text", "model", "data", "train"),
     "train": (*_CACHE, "model", "train", "metrics", "data.resolution", "data.caption_prefix", "sample"),
-    "plan": (*_CACHE, "text", "model", "train", "data", "bucket"),
+    "plan": (*_CACHE, "vae", "text", "model", "train", "data", "bucket"),
     "export": (*_CACHE, "vae", "text", "model", "data", "train", "sample"),
     "sample": (*_CACHE, "vae", "text", "model", "data", "encode", "train", "sample"),
     "decode": ("vae", "encode"),

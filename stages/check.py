@@ -32,6 +32,7 @@ from sana_pipe.data.encoders.vae_kind import vae_at
 from sana_pipe.data.images import buckets
 from sana_pipe.train.models.adapters import adapter_class, adapter_of
 from sana_pipe.train.models.spec import ModelSpec, spec_at, spec_from_arch
+from sana_pipe.train.training.build import text_kind_of_weights
 
 
 @dataclass
@@ -218,7 +219,9 @@ def _misfits(
         checks = [*(partial(of_widths, **each) for each in widths), partial(adapter_of, config.train, transformer)]
     if shape is not None and text is not None:
         fix = "set text.id to the encoder of the model that is trained, or to the pipeline that has it"
-        checks.append(partial(shape.check_text_kind, f"text.id ({config.text.id})", fix, text.name))
+        assert config.model.weights is not None
+        trained = text_kind_of_weights(config.model.weights, shape)
+        checks.append(partial(shape.check_text_kind, f"text.id ({config.text.id})", fix, text.name, trained))
     if transformer is not None and text is not None:
         checks.append(partial(transformer.check_rows, "text.max_length", text.rows(config.text)))
     if shape is not None and (factors := _factors(config)) is not None:

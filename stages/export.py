@@ -40,7 +40,7 @@ from sana_pipe.tools.reporting.export_folder import (
 )
 from sana_pipe.tools.reporting.export_readme import TrainedModel, copy_pictures, readme, trigger_of
 from sana_pipe.train.models.adapters import Adapter, Merged, adapter_from, files
-from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.models.spec import TEXT_KIND, ModelSpec
 from sana_pipe.train.training import checkpoint as checkpoints
 from sana_pipe.train.training.base_weights import whole_weights
 
@@ -108,7 +108,7 @@ def run(
     whole = form in ("diffusers", "merged") and not of_adapter and architecture.pipeline is not None
     dtype = dtype or default_dtype(config, of_adapter)
     stored = checkpoints.ModelTensors(folder, ema=ema)  # refused before encoders are fetched
-    parts = _parts(config, architecture) if whole else None
+    parts = _parts(config, architecture, document.text_kind) if whole else None
     if parts is not None:
         architecture = architecture.with_sample_size(config.data.resolution // parts.compression)
     weights = whole_weights(config.model.weights, config.train.seed, stored)
@@ -137,6 +137,9 @@ def run(
         else:
             architecture.save(weights, work / "transformer", DTYPES[dtype])
             text = readme("transformer", described(config, architecture), **about)
+        if (work / "transformer").is_dir() and document.text_kind not in (None, architecture.text_kind):
+            path = work / "transformer" / "config.json"
+            write_json(path, {**hub.read_json(path), TEXT_KIND: document.text_kind})
         (work / "README.md").write_text(text, encoding="utf-8")
         record = outputs.recorded(work)
         write_json(work / MARK, {"state": state, "config": _shown(config), "files": record})
@@ -284,16 +287,16 @@ def _as_trained(config: Config, trained: dict[str, Any]) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"caption_prefix": before})})
 
 
-def _parts(config: Config, architecture: ModelSpec) -> Parts:
-    """Fetches them; those that do not fit the model are refused."""
+def _parts(config: Config, architecture: ModelSpec, text_kind: str | None) -> Parts:
+    """Fetches them; those that do not fit the model are refused. text_kind: of the training's rows."""
     vae, text = hub.resolve(config.vae), hub.resolve(config.text)
     compression, channels = vae_shape(vae)
     fix = "give the encoders that the model was trained with"
     architecture.check_widths(f"the VAE {config.vae.id}", fix, channels=channels)
     of_text = f"the text encoder {config.text.id}"
     architecture.check_widths(of_text, fix, text_width=text_width(text))
+    architecture.check_text_kind(of_text, fix, kind_at(text).name, text_kind)
     if config.model.weights is not None:
-        architecture.check_text_kind(of_text, fix, kind_at(text).name)
         kind = vae_at(vae)
         architecture.check_factors(f"the VAE {config.vae.id}", fix, kind.scaling_factor, kind.shift_factor)
     return Parts(vae, text, hub.resolve(config.text.tokenizer, TOKENIZER), compression)

@@ -31,6 +31,7 @@ from sana_pipe.config import LOCAL_NAME, Config, load, read_tree, validated
 from sana_pipe.data.cache.cache import check_source_name
 from sana_pipe.data.cache.files import Files
 from sana_pipe.data.cache.keys import fixed
+from sana_pipe.data.encoders.latent_shape import latent_shape
 from sana_pipe.data.encoders.text_kind import max_length, normalisation
 from sana_pipe.data.encoding import estimate, refusals, scan_rows
 from sana_pipe.data.encoding.look import Looked, check_usable
@@ -39,6 +40,8 @@ from sana_pipe.data.encoding.reading import settles
 from sana_pipe.data.encoding.regularisation import class_of, places_of
 from sana_pipe.data.encoding.survey import ScanSettings
 from sana_pipe.data.images import buckets
+from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
 from sana_pipe.data.snapshots.selection import is_held_out
 from sana_pipe.data.sources import name_patterns
 from sana_pipe.data.sources.detect import open_source
@@ -91,7 +94,8 @@ def run(data: Sequence[str], options: Options) -> int:
             raise UserError(
                 "two sources have the same name", found=name, fix="rename a folder; its name is the source's"
             )
-    shapes = buckets.table(config.data, predict.COMPRESSION)
+    latent = latent_shape(config.vae)
+    shapes = buckets.table(config.data, predict.COMPRESSION if latent is None else latent[0])
     settings = ScanSettings(config.data, config.encode.workers, shapes)
     looked = [Looked.of(each, settings, config.patience_s) for each in data]
     for line in [*(line for each in looked for line in each.lines()), *_card(machine)]:
@@ -303,10 +307,15 @@ def expected(config: Config, made: Recommendation, looked: Sequence[Looked], mac
     Raises:
         NothingFitsError: nothing fits into the card, as predicted.
     """
-    longest = max_length(config.text)
-    data = replace(Data.configured(config.model, config.data, config.bucket, longest), samples=made.trained)
+    longest, latent = max_length(config.text), latent_shape(config.vae)
+    compression = None if latent is None else latent[0]
+    data = Data.configured(config.model, config.data, config.bucket, longest, compression)
+    data = replace(data, samples=made.trained)
     shape = predict.architecture(config.model, config.data.resolution, data)
-    cache = sum(estimate.likely_bytes(each.table, config.data, longest) for each in looked)
+    pixels, channels = latent or (data.compression, data.channels)
+    pictures = LatentEncoding(compression=pixels, channels=channels)
+    captions = TextEncoding(max_length=longest, width=data.text_width)
+    cache = sum(estimate.likely_bytes(each.table, config.data, pictures, captions) for each in looked)
     free = Files(config.cache, config.mirror, config.patience_s).free_bytes()
     return [
         *run_lines(config.train, shape, data, machine, config.supports),

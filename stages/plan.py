@@ -13,6 +13,7 @@ import click
 
 from sana_pipe.base.errors import print_error
 from sana_pipe.config import Config
+from sana_pipe.data.encoders.latent_shape import latent_shape
 from sana_pipe.data.encoders.text_kind import max_length
 from sana_pipe.data.snapshots.opening import unused_records
 from sana_pipe.tools.locations import cache_location
@@ -59,11 +60,7 @@ def run(config: Config, options: Options) -> int:
     opened = None if options.snapshot is None else cache_location(config).open().open_snapshot(options.snapshot)
     for note in () if opened is None else unused_records(opened, objective_of(config.train).pictures):
         click.echo(note, err=True)
-    data = (
-        Data.configured(config.model, config.data, config.bucket, max_length(config.text))
-        if opened is None
-        else Data.of(opened)
-    )
+    data = _configured(config) if opened is None else Data.of(opened)
     shape = predicting.architecture(config.model, config.data.resolution, data)
     search = Search(shape, data, machine, config.supports)
     try:
@@ -71,6 +68,17 @@ def run(config: Config, options: Options) -> int:
     except NothingFitsError as error:
         print_error(error)
         return 1
+
+
+def _configured(config: Config) -> Data:
+    """The data before there is a snapshot. Says on stderr where the VAE's shape is assumed."""
+    latent = latent_shape(config.vae)
+    compression = None if latent is None else latent[0]
+    data = Data.configured(config.model, config.data, config.bucket, max_length(config.text), compression)
+    if latent is None:
+        assumed = f"{data.compression} pixels per latent side are assumed, for a model of {data.channels} channels"
+        click.echo(f"note: vae.id: {config.vae.id} cannot be read: {assumed}", err=True)
+    return data
 
 
 def _predict(train: TrainConfig, search: Search, options: Options) -> int:

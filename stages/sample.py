@@ -199,9 +199,9 @@ def _opened(
         )
     channels, text_width = opened.encoding(LatentEncoding).channels, opened.encoding(TextEncoding).width
     architecture.check_widths(f"snapshot {opened.id[:12]}", _FIX, channels=channels, text_width=text_width)
+    kind = opened.encoding(TextEncoding).encoder_kind
+    architecture.check_text_kind(f"snapshot {opened.id[:12]}", _FIX, kind, stored.document.text_kind)
     if config.model.weights is not None:
-        kind = opened.encoding(TextEncoding).encoder_kind
-        architecture.check_text_kind(f"snapshot {opened.id[:12]}", _FIX, kind)
         latent = opened.encoding(LatentEncoding)
         architecture.check_factors(f"snapshot {opened.id[:12]}", _FIX, latent.scaling_factor, latent.shift_factor)
     return opened

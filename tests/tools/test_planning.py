@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,8 @@ from sana_pipe.base.amounts import figure
 from sana_pipe.base.errors import UserError
 from sana_pipe.cli import main
 from sana_pipe.config import SHIPPED, load
+from sana_pipe.data.encoders.config import VaeConfig
+from sana_pipe.data.encoders.latent_shape import latent_shape
 from sana_pipe.stages import plan
 from sana_pipe.tools.planning import auto, extent, predict, search
 from sana_pipe.tools.planning.cost import LINK, Time
@@ -267,6 +270,51 @@ def test_a_run_that_does_not_fit_ends_with_1(capsys: pytest.CaptureFixture[str])
     auto = ("--set", "train.microbatch=auto", "--set", "train.activation_checkpointing=auto")
     code, out, _ = run(["plan", *SHALLOW, "--gpu-memory", "100MiB", *auto, "--json"], capsys)
     assert code == 1 and json.loads(out)["decided"] == {"microbatch": 1, "activation_checkpointing": "full"}
+
+
+def write_vae(folder: Path, name: str, channels: int, blocks: int) -> Path:
+    """The `config.json` of a VAE with a latent pixel per 2^(blocks - 1) pixels."""
+    sides = {"AutoencoderDC": "encoder_block_out_channels", "AutoencoderKL": "block_out_channels"}
+    folder.mkdir()
+    settings = {"_class_name": name, "latent_channels": channels, sides[name]: [8] * blocks, "scaling_factor": 0.4}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_the_shape_of_latents_is_that_of_the_configured_vae(tmp_path: Path) -> None:
+    folder = write_vae(tmp_path / "deep", "AutoencoderDC", 128, 7)
+    ids = {
+        str(folder): (64, 128),
+        str(write_vae(tmp_path / "flux", "AutoencoderKL", 16, 4)): (8, 16),
+        str(tmp_path / "none"): None,
+        "Efficient-Large-Model/Sana_600M_512px_diffusers": (32, 32),
+        "Tongyi-MAI/Z-Image": (8, 16),
+        "Photoroom/prx-512-t2i-dc-ae": (32, 32),
+    }
+    assert {name: latent_shape(VaeConfig(id=name)) for name in ids} == ids
+
+
+def test_plan_before_a_snapshot_takes_the_vaes_shape_or_says_what_it_assumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Data] = []
+
+    class Opened(Exception): ...
+
+    def opened(shape: Any, data: Data, *others: Any) -> None:
+        seen.append(data)
+        raise Opened
+
+    monkeypatch.setattr(plan, "Search", opened)
+    folder = write_vae(tmp_path / "vae", "AutoencoderDC", 16, 5)
+    machine = plan.Options(gpu="4090")
+    with pytest.raises(Opened):
+        plan.run(load("tiny", [f"vae.id={folder}", "data.buckets=[[64, 64]]"]), machine)
+    assert "assumed" not in capsys.readouterr().err
+    with pytest.raises(Opened):
+        plan.run(load("tiny", [f"vae.id={tmp_path / 'none'}"]), machine)
+    assert "8 pixels per latent side are assumed" in capsys.readouterr().err
+    assert [data.compression for data in seen] == [16, 8]
 
 
 @pytest.mark.parametrize(

@@ -6,26 +6,29 @@ import inspect
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from diffusers import PRXPipeline, PRXTransformer2DModel
+from diffusers import PRXPipeline, PRXTransformer2DModel, SanaTransformer2DModel
 from torch.utils.flop_counter import FlopCounterMode
 
 import sana_pipe.stages.bucket
+import sana_pipe.stages.check
 import sana_pipe.stages.encode
 import sana_pipe.stages.export
+import sana_pipe.stages.sample
 import sana_pipe.stages.train
 from sana_pipe.base.errors import ConfigError
 from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.snapshot import Snapshot
 from sana_pipe.data.signals.latent import LatentEncoding
 from sana_pipe.data.signals.text import TextEncoding
 from sana_pipe.tools.planning import predict
-from sana_pipe.tools.reporting import export_folder
+from sana_pipe.tools.reporting import draw_latents, export_folder
 from sana_pipe.tools.reporting.draw_latents import SnapshotTensors
 from sana_pipe.train.models.config import ModelConfig
 from sana_pipe.train.models.prx import PRX
@@ -283,3 +286,54 @@ def test_the_text_encoder_of_another_model_is_not_exported(run: SimpleNamespace,
     gemma = make_config(run.root).text.id
     with pytest.raises(ConfigError, match="t5gemma"):
         sana_pipe.stages.export.run(run.config("whole", f"text.id={gemma}"), "auto", run.root / "other")
+
+
+def test_a_sana_from_scratch_on_another_encoder_is_fine_tuned_from_its_export(
+    run: SimpleNamespace, cache: Path, tmp_path: Path, make_config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its export records the encoder, so that its rows are taken and those of the released weights' encoder refused."""
+    gemma, text = make_config(tmp_path).text.id, run.whole.text.id
+    own = [f"cache={cache}", *(each for each in OPTIONS if each != "model.arch=null"), "train.steps=1"]
+
+    def config(name: str, encoder: str, *more: str) -> Any:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return make_config(tmp_path / name, *own, f"text.id={encoder}", *more)
+
+    scratch = config("scratch", text)
+    sana_pipe.stages.train.run(scratch, log=lambda line: None)
+    with pytest.raises(ConfigError, match=r"t5gemma.*gemma2"):
+        sana_pipe.stages.export.run(config("scratch", gemma), "auto", tmp_path / "no")
+    out = sana_pipe.stages.export.run(scratch, "auto", tmp_path / "export")
+    SanaTransformer2DModel.from_pretrained(out / "transformer")
+    weights = "model.arch=null", f"model.weights={{id: {out}}}"
+    tuned = config("tuned", text, *weights)
+    assert sana_pipe.stages.check.run(tuned) == 0
+    assert sana_pipe.stages.train.run(tuned, log=lambda line: None).step == 1
+    again = sana_pipe.stages.export.run(tuned, "auto", tmp_path / "again") / "transformer/config.json"
+    assert json.loads(again.read_text())["_text_kind"] == "t5gemma"
+    capsys.readouterr()
+    assert sana_pipe.stages.check.run(config("other", gemma, *weights)) == 2
+    assert "reads text rows of t5gemma" in capsys.readouterr().err
+
+
+def test_rows_of_another_encoder_are_not_drawn_from(
+    run: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Snapshot.encoding
+    other = replace(Cache(run.whole.cache).open_snapshot().encoding(TextEncoding), encoder_kind="gemma2")
+    monkeypatch.setattr(Snapshot, "encoding", lambda self, kind: other if kind is TextEncoding else read(self, kind))
+    monkeypatch.setattr(draw_latents, "draw_for", lambda *args: pytest.fail("drew"))
+    with pytest.raises(ConfigError, match=r"t5gemma.*gemma2"):
+        sana_pipe.stages.sample.run(run.whole, "auto", None, tmp_path / "samples")
+
+
+def test_check_refuses_sides_that_the_patches_do_not_divide(
+    run: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_diffusers(replace(TINY, patch_size=2)).save_pretrained(tmp_path / "patches")
+    given = "train.steps=1", f"model.weights={{id: {tmp_path / 'patches'}}}"
+    assert sana_pipe.stages.check.run(run.config("sides", *given, "data.buckets=[[64, 64], [64, 48]]")) == 0
+    capsys.readouterr()
+    assert sana_pipe.stages.check.run(run.config("sides", *given, "data.buckets=[[64, 64], [64, 40]]")) == 2
+    said = capsys.readouterr().err
+    assert "multiples of 16 pixels" in said and "64x40" in said and "data.buckets with [64, " in said

@@ -250,9 +250,8 @@ def likely_rows(encoding: CaptionEncoding, caption: int) -> int:
     return min(encoding.max_length, 2 + -(-caption // 3))
 
 
-def likely_bytes(scan: pa.Table, data: DataConfig, max_length: int) -> int:
-    """Bytes of a new cache of a scan, by Sana's encoders, without a tokenizer. max_length: of a caption, in tokens."""
-    latent, text = LatentEncoding(), TextEncoding(max_length=max_length)
+def likely_bytes(scan: pa.Table, data: DataConfig, latent: LatentEncoding, text: TextEncoding) -> int:
+    """Bytes of a new cache of a scan, without a tokenizer."""
     work = wanted(scan, None, [latent, text], buckets.table(data, latent.compression))
     return sizes(work, text, lambda texts: [likely_rows(text, len(each.encode())) for each in texts]).total
 

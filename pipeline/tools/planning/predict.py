@@ -80,14 +80,17 @@ class Data:
         return cls(batches, len(snapshot), text.max_length, latent.compression, latent.channels, text.width)
 
     @classmethod
-    def configured(cls, model: ModelConfig, data: DataConfig, bucket: BucketConfig, rows: int) -> Data:
-        """The data that options describe, before there is a snapshot. rows: of the longest caption."""
+    def configured(
+        cls, model: ModelConfig, data: DataConfig, bucket: BucketConfig, rows: int, compression: int | None = None
+    ) -> Data:
+        """The data that options describe, before there is a snapshot. rows: of the longest caption. compression: of the
+        VAE; None: not known, so Sana's for a model of as many channels as Sana has, else 8."""
         arch = model.arch or {}
         channels, width = arch.get("in_channels", CHANNELS), arch.get("caption_channels", TEXT_WIDTH)
         if model.weights is not None:
             shape = _shape_of(model.weights)
             channels, width = shape.in_channels, shape.caption_channels
-        compression = COMPRESSION if channels == CHANNELS else 8
+        compression = compression or (COMPRESSION if channels == CHANNELS else 8)
         shapes = [s for _, table in buckets.resolutions(bucket, data, compression) for s in table]
         sizes = dict(zip(shapes, buckets.batches(bucket, shapes, compression), strict=True))
         return cls(sizes, None, rows, compression, channels, width)

@@ -34,6 +34,10 @@ KINDS: dict[str, str] = {
 }
 """diffusers' `_class_name` -> module:class."""
 
+TEXT_KIND = "_text_kind"
+"""The key of an exported `config.json` that names another text encoder than that of the released weights. diffusers
+passes over keys that begin so."""
+
 
 class Values(Protocol):
     """A source of parameter values, slice by slice, so that a process reads only its shards."""
@@ -326,14 +330,14 @@ class ModelSpec(ABC):
                     fix=fix,
                 )
 
-    def check_text_kind(self, what: str, fix: str, found: str) -> None:
+    def check_text_kind(self, what: str, fix: str, found: str, trained: str | None) -> None:
         """Refuse rows of another text encoder than the weights were trained with, which may be as wide. what: that they
-        are from. found: the encoder's kind."""
-        if self.text_kind not in (None, found):
+        are from. found: the encoder's kind. trained: that of the weights' training; None: not known."""
+        if trained not in (None, found):
             raise ConfigError(
-                f"the weights and {what} do not fit together: {self.class_name} reads text rows of {self.text_kind}, "
+                f"the weights and {what} do not fit together: this {self.class_name} reads text rows of {trained}, "
                 f"and these are of {found}",
-                expected=self.text_kind,
+                expected=trained,
                 found=found,
                 fix=fix,
             )
@@ -430,6 +434,15 @@ def spec_at(place: Path, variant: str | None = None) -> ModelSpec:
     folders = [*parts[-2:], *(part for part in parts if part.startswith("models--"))]
     spec.check_base((*folders, str(data.get("_name_or_path", ""))))
     return spec
+
+
+def text_kind_at(place: Path, spec: ModelSpec) -> str | None:
+    """The kind of text encoder that weights were trained with: what an export records, else that of the released
+    weights; None: not known. place: as of `spec_at`."""
+    if place.is_file():
+        return spec.text_kind
+    kind = hub.read_json(place / "config.json").get(TEXT_KIND, spec.text_kind)
+    return None if kind is None else str(kind)
 
 
 def spec_from_arch(arch: Mapping[str, Any], sample_size: int) -> ModelSpec:

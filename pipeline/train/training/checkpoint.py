@@ -87,6 +87,7 @@ class Document:
         `heldout` the snapshot that the other run was validated on, if any; None if the run began from start weights.
     processes: how many wrote it. written_by: versions, GPU, host and command of the first of them. adapter, base: where
         a part of the model is trained, its settings, and a digest of the rest, which is not in the checkpoint.
+        text_kind: of the encoder whose rows were trained on; None: not known.
     """
 
     state: LoaderState
@@ -98,6 +99,7 @@ class Document:
     written_by: dict[str, Any] | None = None
     adapter: dict[str, Any] | None = None
     base: str | None = None
+    text_kind: str | None = None
 
 
 class Resumed(NamedTuple):

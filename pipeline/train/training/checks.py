@@ -24,7 +24,7 @@ from sana_pipe.train.parallel.collectives import require_equal, run_on_all
 from sana_pipe.train.parallel.mesh import Layout, check_sizes
 from sana_pipe.train.training import checkpoint, drawings, optimizers
 from sana_pipe.train.training.assemble import Trainable
-from sana_pipe.train.training.build import architecture_of, has_packed_kernel
+from sana_pipe.train.training.build import architecture_of, has_packed_kernel, text_kind_of_weights
 from sana_pipe.train.training.checkpoint import Resumed
 from sana_pipe.train.training.optimizers import in_backward
 from sana_pipe.train.training.task import Context, Log, TrainingTask
@@ -77,7 +77,8 @@ def check_start(context: Context, trainable: Trainable, resumed: Resumed | None)
     fix = "train on a snapshot made with this model's encoders, or change the model section"
     run_on_all(lambda: spec.check_widths("the snapshot", fix, channels=task.channels, text_width=task.text_width))
     if task.text_kind is not None and task.model.weights is not None:
-        run_on_all(partial(spec.check_text_kind, "the snapshot", f"{fix}; text.id names the encoder", task.text_kind))
+        weights, found, of_text = task.model.weights, task.text_kind, f"{fix}; text.id names the encoder"
+        run_on_all(lambda: spec.check_text_kind("the snapshot", of_text, found, text_kind_of_weights(weights, spec)))
     if task.vae_factors is not None and task.model.weights is not None:
         run_on_all(partial(spec.check_factors, "the snapshot", f"{fix}; vae.id names the VAE", *task.vae_factors))
     if task.text_rows is not None:
