@@ -20,6 +20,7 @@ from sana_pipe.train.training.config import (
     MaskConfig,
     OptimConfig,
     PicturesConfig,
+    PreferConfig,
     PreserveConfig,
     ValidationConfig,
 )
@@ -100,6 +101,8 @@ class TrainConfig(Section):
     """Train a ControlNet and freeze the model; null: none, {}: with its defaults."""
     preserve: PreserveConfig | None = None
     """On a share of the samples, learn the prediction of the base; with `adapter`. null: not, {}: with its defaults."""
+    prefer: PreferConfig | None = None
+    """Learn from preference pairs; with `adapter`. null: not, {}: with its defaults."""
     mask: MaskConfig | None = None
     """Weight the loss by the masks of the snapshot; null: not, {}: with its defaults."""
     ema: EmaConfig | None = None
@@ -169,6 +172,25 @@ class TrainConfig(Section):
             raise ValueError("'train.steps' is null, and so is 'train.epochs': give one of them")
         return data
 
+    def _prefer_conflicts(self) -> Iterator[str]:
+        if self.prefer is None:
+            return
+        if self.adapter is None:
+            yield "prefer needs adapter: the model without it is the reference; set adapter: {}, or prefer: null"
+        for name in ("preserve", "mask", "controlnet"):
+            if getattr(self, name) is not None:
+                yield f"prefer does not go with {name}; set {name}: null, or prefer: null"
+        if self.prefer.stop is None:
+            return
+        if self.validation is None:
+            yield "prefer.stop looks at held-out pairs; set validation: {}, or prefer: {stop: null}"
+        elif self.validation.every % self.save_every:
+            yield (
+                f"prefer.stop keeps the checkpoint of the best validation, so validation.every = "
+                f"{self.validation.every} must be a multiple of save_every = {self.save_every}; set save_every: "
+                f"{self.validation.every}"
+            )
+
     def _conflicts(self) -> Iterator[str]:
         if self.activation_compression != "none" and self.activation_checkpointing == "selective":
             yield (
@@ -204,6 +226,7 @@ class TrainConfig(Section):
             if self.controlnet is not None:
                 reason = "a ControlNet leaves its base as it is"
             yield f"preserve needs adapter: {reason}; set preserve: null, or train by adapter"
+        yield from self._prefer_conflicts()
         given = [name for name in ("adapter", "only", "controlnet") if getattr(self, name) is not None]
         if len(given) > 1:
             yield f"give either {given[0]} or {given[1]}, not both: each says what is trained"

@@ -27,7 +27,11 @@ Log = Callable[[str], None]
 
 _CAPTIONS = 8
 """Captions of the snapshot that are drawn."""
-_UNUSED = {"mask": "--set 'train.mask={}'", "control": "train.controlnet (docs/guides/controlnet.md)"}
+_UNUSED = {
+    "mask": "--set 'train.mask={}'",
+    "control": "train.controlnet (docs/guides/controlnet.md)",
+    "rejected": "train.prefer (docs/training.md)",
+}
 """Records that somebody made for a training, and the setting that uses them."""
 
 

@@ -26,6 +26,7 @@ from sana_pipe.train.training.ema import EMA
 from sana_pipe.train.training.objectives import Objective
 from sana_pipe.train.training.objectives.control import Controlled
 from sana_pipe.train.training.objectives.flow import Flow
+from sana_pipe.train.training.objectives.prefer import Preferring
 from sana_pipe.train.training.objectives.preserve import Preserving
 from sana_pipe.train.training.step import TrainStep
 
@@ -91,6 +92,8 @@ def objective_of(train: TrainConfig, prompts: Sequence[Tensor] = ()) -> Objectiv
     """The objective of a configuration. prompts: text rows of `train.preserve.prompt`."""
     if train.controlnet is not None:
         return Controlled(train.flow, train.controlnet.control_drop, train.mask)
+    if train.prefer is not None:
+        return Preferring(train.flow, train.prefer)
     if train.preserve is not None:
         return Preserving(train.flow, train.preserve, prompts, train.mask)
     return Flow(train.flow, train.mask)

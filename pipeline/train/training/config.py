@@ -96,6 +96,20 @@ class MaskConfig(Section):
     weighted mean, so that it does not depend on the masked area."""
 
 
+class PreferConfig(Section):
+    """Learn from preference pairs: the snapshot has rejected pictures (`data.pictures.rejected`). The base, without the
+    adapter, is the reference."""
+
+    beta: Annotated[float, Field(gt=0)] = 2000.0
+    """Strength of the bond to the base, in the loss -log sigmoid(beta/2 margin). Larger: the loss is content with a
+    smaller change. Diffusion-DPO (arXiv 2311.12908) takes 2000 to 5000, on errors that are means, too."""
+    anchor: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of beta/2 max(0, loss of the chosen picture - that of the base), so that it does not rise; 0: none."""
+    stop: Share | None = 0.05
+    """End the run at a validation where the chosen pictures' loss exceeds the base's by more than this share, or where
+    the second one in a row has a lower pair accuracy than an earlier one; needs `validation`. null: never."""
+
+
 class ValidationConfig(Section):
     """The loss on held-out samples while a run goes on (see docs/training.md)."""
 

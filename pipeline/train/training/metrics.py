@@ -116,6 +116,10 @@ class Metrics:
         """Return whether a validation after this step, on samples of this snapshot, is in the journal."""
         return any(row["step"] == step and row["snapshot"] == snapshot for row in self._validations)
 
+    def validated_parts(self, snapshot: str | None) -> list[dict[str, float | None]]:
+        """Return the held-out losses by name of all validations on samples of this snapshot."""
+        return [row["parts"] for row in self._validations if row["snapshot"] == snapshot and row.get("parts")]
+
     def pictures(self, steps: int, values: dict[str, Any]) -> None:
         """Write the row of a drawing and print it."""
         self._journal.write({"event": "pictures", **values})

@@ -158,7 +158,9 @@ class TrainStep:
             return prepared
         captions, mask = (prepared.inputs[name] for name in ("captions", "mask"))
         packed = len(captions) if captions.ndim == 2 else None
-        return prepared._replace(rows=rows_of(visit_hashes(batch, "dropout"), mask, packed))
+        hashes = visit_hashes(batch, "dropout")
+        hashes *= len(mask) // len(hashes)  # both pictures of a preference pair drop the same
+        return prepared._replace(rows=rows_of(hashes, mask, packed))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)

@@ -191,7 +191,7 @@ class Loop:
         self.began = time.perf_counter()
         self.done, self.saved = run.done, run.checkpoint
         self.loss: float | None = None
-        self.validation, self.drawings = (kind(run, journal, stop, lock) for kind in (Validation, Drawings))
+        self.validation, self.drawings = Validation(run, journal, stop, lock), Drawings(run, journal, stop, lock)
         self.interrupted = False
 
     def execute(self) -> Report:
@@ -226,7 +226,7 @@ class Loop:
                 if last or state.step % self.train.log_every == 0:
                     self._log(outcome, batches, getattr(loader, "substituted", 0), feed.share)
                 self._look(state)
-                last = last or self.interrupted
+                last = last or self.interrupted or self.validation.ended is not None
                 if last or state.step % self.train.save_every == 0:
                     self._save(state)
                 if last:
@@ -300,7 +300,12 @@ class Loop:
         self.saved = folder
 
     def _report(self, stopped: bool) -> Report:
-        if self.done < self.train.steps and not stopped:
+        if self.validation.ended is not None and self.done < self.train.steps:
+            self.context.log(
+                f"ended after step {self.done}: {self.validation.ended}. sample --best and export --best take the "
+                "checkpoint with the lowest held-out loss; --resume auto --set train.prefer.stop=null goes on"
+            )
+        elif self.done < self.train.steps and not stopped:
             raise RuntimeError(f"the loader ended at step {self.done} of {self.train.steps}")
         names = [name for name in all_gather_objects(self.stop.name) if name] if stopped else []
         if names and self.done < self.train.steps:

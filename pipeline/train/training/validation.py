@@ -42,7 +42,8 @@ _AGES = ("old", "new")
 
 
 class Validation:
-    """Call it after every step, and before the first. Build it on every process; the journal is the first one's."""
+    """Call it after every step, and before the first. Build it on every process; the journal is the first one's.
+    ended: why the objective ends the run; None: it goes on."""
 
     def __init__(self, run: TrainingRun, journal: Metrics | None, stop: StopRequest, lock: Lock):
         self.run, self.journal, self.stop, self.lock = run, journal, stop, lock
@@ -56,6 +57,7 @@ class Validation:
         self._parts = tuple(parts) if len(parts) > 1 else ()
         self._contrast = run.trainable.objective.contrast if context.train.microbatch > 1 else None
         has_parts = self._parts or self._contrast is not None
+        self.ended: str | None = None
         self._keys = "loss", "by_sigma", "by_bucket", *self._divided, *(("parts",) if has_parts else ())
 
     def __call__(self, step: int) -> bool:
@@ -81,7 +83,13 @@ class Validation:
                 **({"leaked": leaked} if (leaked := self.run.context.task.leaked) else {}),
             }
             self.journal.validation(self.run.context.train.steps, values)
+        if self.run.trainable.objective.may_end:
+            self.ended = broadcast_from_rank_0(self._why_end)
         return True
+
+    def _why_end(self) -> str | None:
+        parts = [] if self.journal is None else self.journal.validated_parts(self.settings.snapshot)
+        return self.run.trainable.objective.why_end(parts) if parts else None
 
     def _is_done(self) -> bool:
         return self.journal is not None and self.journal.has_validation(self.run.done, self.settings.snapshot)

@@ -116,6 +116,7 @@ def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
     names, numbers = ("latents", "captions", "mask", "noise", "logit"), list(rows)
     tensors = {name: getattr(batch, name)[numbers] for name in names}
     pictures = {kind: each[numbers] for kind, each in batch.pictures.items()}
+    tensors |= {} if batch.pair_weight is None else {"pair_weight": batch.pair_weight[numbers]}
     return replace(batch, **tensors, pictures=pictures, sample_ids=tuple(batch.sample_ids[row] for row in numbers))
 
 

@@ -8,7 +8,7 @@ may have modules of its own, which are trained and saved but not exported.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,14 @@ class Objective(ABC):
         pictures: kinds of picture records that `Batch.pictures` is to have, in addition to the latents.
         taps: numbers of the blocks whose outputs `losses` is given.
         contrast: what a validation calls the loss of the batches of `contrasted`; None: it measures none.
+        may_end: `why_end` is asked after each validation.
     """
 
     parts: Mapping[str, float]
     pictures: tuple[str, ...] = ()
     taps: tuple[int, ...] = ()
     contrast: str | None = None
+    may_end: bool = False
 
     @abstractmethod
     def prepare(self, batch: Batch, place: ToDevice, dtype: torch.dtype, level: float | None = None) -> Microbatch:
@@ -50,6 +52,11 @@ class Objective(ABC):
     def losses(self, outputs: Outputs, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The losses of `parts`, not weighted: (b,) fp32, one value a sample, so that their mean over the global batch
         is that over its samples."""
+
+    def why_end(self, validations: Sequence[Mapping[str, float | None]]) -> str | None:
+        """Say why the run should end before its last step; None: it should not. validations: the held-out losses by
+        name of each validation so far, the last one included."""
+        return None
 
     def contrasted(self, batch: Batch) -> Batch:
         """A batch of two samples or more with what the model should have learned to use exchanged between them."""
