@@ -328,7 +328,9 @@ def test_a_validation_with_a_picture_of_a_trained_pair_is_refused(
         check_disjoint(opened["trained"], opened["others"])
 
 
-def test_no_picture_of_a_held_out_pair_is_trained_on(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_no_picture_of_a_held_out_pair_is_trained_on(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Groups of pictures, each of four pairs that share pictures in a chain: chosen twice, rejected twice, and both."""
     rows = []
     for group in range(8):
@@ -339,7 +341,9 @@ def test_no_picture_of_a_held_out_pair_is_trained_on(make_config: MakeConfig, tm
     pq.write_table(table, new(tmp_path) / "pairs.parquet")
     config, data = configured(make_config, tmp_path, "column=worse", "bucket.heldout=0.4", "bucket.dedup=image")
     sana_pipe.stages.encode.run(config, data)
+    capsys.readouterr()
     sana_pipe.stages.bucket.run(config)
+    assert "repeat a picture" not in "".join(capsys.readouterr())
     cache = Cache(config.cache)
     sides = []
     for name in ("latest", "latest.heldout"):

@@ -44,7 +44,8 @@ def publish(
     counts = np.zeros(len(sources), np.int64)
     for piece in pieces(len(made.frame)):  # numpy counts in a copy
         counts += np.bincount(made.frame.source[piece], minlength=len(sources))
-    repeated = selection.repeated(made.joined, made.frame, inputs.records)
+    # a picture may be chosen in several pairs, of which bucket.dedup leaves none out
+    repeated = 0 if made.frame.pairs else selection.repeated(made.joined, made.frame, inputs.records)
     return {
         "snapshot": snapshot_id,
         "content": content,
