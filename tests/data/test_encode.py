@@ -100,7 +100,7 @@ def test_status_reads_no_table_of_a_scan(
     table = (cache.last_scan("photos") or {})["table"]
     items, usable = cache.nulls(table, "reject")
     assert items - usable == 1
-    monkeypatch.setattr(Cache, "_parquet", lambda *read: pytest.fail(f"reads {read}"))
+    monkeypatch.setattr(Cache, "nulls", lambda *read: pytest.fail(f"reads {read}"))
     [counted] = status(cache)["sources"].values()
     assert (counted["items"], counted["rejected"]) == (items, 1)
 

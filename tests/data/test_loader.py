@@ -52,7 +52,8 @@ def joined(parts: list[list[Batch]]) -> list[torch.Tensor]:
     names = [
         f.name for f in dataclasses.fields(Batch) if f.name not in ("sample_ids", "bucket", "cu_seqlens", "pictures")
     ]
-    return [torch.cat([getattr(batch, name) for batch in flat]) for name in names]
+    every = [[getattr(batch, name) for batch in flat] for name in names]
+    return [torch.cat(tensors) for tensors in every if tensors[0] is not None]
 
 
 # ---------------------------------------------------------------- order

@@ -121,8 +121,8 @@ class Joined:
     def frame(self) -> Frame:
         """All joined samples in one frame."""
         if len(self.frames) != 1:
-            first = self.frames[0] if self.frames else None
-            columns = FrameColumns(self.scratch, first.pictures if first else (), bool(first and first.pairs))
+            kinds = self.frames[0].pictures if self.frames else ()
+            columns = FrameColumns(self.scratch, kinds, any(frame.pairs for frame in self.frames))
             for frame in self.frames:
                 for piece in pieces(len(frame)):
                     columns.add(frame.take_in_memory(np.arange(piece.start, piece.stop)))
