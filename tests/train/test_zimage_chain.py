@@ -55,6 +55,12 @@ def test_from_pictures_to_the_pipeline(
     sana_pipe.stages.encode.run(config, data=str(photos))
     sana_pipe.stages.bucket.run(config)
     assert sana_pipe.stages.check.run(config) == 0, capsys.readouterr()
+    other = tiny_models.build_kl(tmp_path / "sd3", scaling_factor=1.5305, shift_factor=0.0609)
+    capsys.readouterr()
+    for option, named in ((f"vae.id={other}", ("vae.id", "1.5305", "0.3611")), ("text.max_length=993", ("992", "993"))):
+        assert sana_pipe.stages.check.run(make_config(tmp_path, *places, *OPTIONS, option)) != 0
+        problems = capsys.readouterr().err
+        assert all(word in problems for word in named), problems
     sana_pipe.stages.train.run(config, log=lambda line: None)
     result = sana_pipe.stages.sample.run(config, "auto", None, tmp_path / "samples", 2, base=False)
     assert result.count == 2 and result.sheet.is_file()
