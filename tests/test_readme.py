@@ -316,3 +316,14 @@ def test_the_two_commands_run(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_worked_example_of_a_model_has_the_stated_length() -> None:
+    section = PAGES["CONTRIBUTING.md"].partition("## Add a model")[2].partition("\n## ")[0]
+    stated = re.search(r"`(pipeline/\S+/prx\.py)` \(some (\d+) lines", section)
+    assert stated is not None
+    code = (ROOT / stated[1]).read_text(encoding="utf-8")
+    assert abs(len(code.splitlines()) - int(stated[2])) <= 10
+    named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\d\. (.*?):", section, flags=re.MULTILINE)))
+    spec = (ROOT / "pipeline/train/models/spec.py").read_text(encoding="utf-8")
+    assert len(named) > 8 and not [name for name in named if name not in code + spec]

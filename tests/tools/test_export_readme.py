@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import yaml
 from PIL import Image
 
@@ -18,6 +19,9 @@ from sana_pipe.stages.export import described, first_drawing
 from sana_pipe.tools.reporting.export_readme import copy_pictures, readme
 from sana_pipe.tools.reporting.run_pictures import DECODED
 from sana_pipe.train.models.adapters.lora import LoRA
+from sana_pipe.train.models.prx import PRX
+from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.models.zimage_config import ZImageConfig
 from sana_pipe.train.training.checkpoint import Document
 from tests.support.drawings import draw, paint
 from tests.support.hub_layouts import SMALL
@@ -107,3 +111,15 @@ def test_a_run_that_continued_an_adapter_did_not_first_draw_the_base() -> None:
 
     assert drawn(None, None) == "base"
     assert drawn({"total": 3}, None) == drawn(None, "lora.safetensors") == "before this run"
+
+
+@pytest.mark.parametrize(("spec", "parts"), [(ZImageConfig(), "inside the transformer"), (PRX(), "and the VAE")])
+def test_other_models_say_where_the_call_cannot_draw_as_sample_does(spec: ModelSpec, parts: str) -> None:
+    """Their pipelines guide away from the empty caption alone; float16 overflows in them."""
+    state = SimpleNamespace(step=3, snapshot="abc", seed=0)
+    facts = {"weights": "last weights", "dtype": "float32", "vae": "a", "text_encoder": "b", "state": state}
+    for guidance in (0.5, 1.0, 4.5):
+        model = described(load("tiny", [f"sample.guidance={guidance}"]), spec)
+        text = readme(spec.readme, model, 8, **facts)
+        assert (f"{spec.pipeline}` cannot guide" in text) == (guidance < 1)
+        assert f"Not float16: {'values ' * ('inside' in parts)}" in text and f"{parts} overflow in it" in text

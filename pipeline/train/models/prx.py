@@ -63,7 +63,7 @@ class PRX(ModelSpec):
     pipeline = "PRXPipeline"
     family = "prx"
     text_kind = "t5gemma"
-    overflows_in_fp16 = True
+    overflow_in_fp16 = "the text encoder and the VAE"
     libraries: ClassVar[Mapping[str, str]] = {"T5GemmaEncoder": "prx"}
     unread = ("diffusers", "comfyui")
     dropout = 0.0

@@ -44,7 +44,7 @@ class SanaConfig(SanaShape, ModelSpec):
     pipeline = "SanaPipeline"
     formats = ("diffusers", "nvlabs")
     readme = "diffusers"
-    overflows_in_fp16 = True
+    overflow_in_fp16 = "the text encoder and the VAE"
     PIPELINE_MULTIPLE: ClassVar[int] = 32
     """`SanaPipeline` refuses a height or width that is no multiple of this, whatever the VAE."""
 

@@ -119,7 +119,7 @@ class ModelSpec(ABC):
         formats: what `save` writes.
         readme: template of a whole pipeline's README.
         family: of the model, a tag of that README, and in the headers of files of adapters; None: not named.
-        overflows_in_fp16: the pipeline's text encoder and VAE do.
+        overflow_in_fp16: what of the pipeline has values beyond the range of fp16, in words; empty: nothing known.
         text_kind: kind of the text encoder that its released weights were trained with; None: not known.
         libraries: class of a part -> the module of diffusers' pipelines that has it, for those not of transformers.
         unread: formats of adapters that no program reads for this model.
@@ -131,7 +131,7 @@ class ModelSpec(ABC):
     formats: ClassVar[tuple[str, ...]] = ("diffusers",)
     readme: ClassVar[str] = "pipeline"
     family: ClassVar[str | None] = None
-    overflows_in_fp16: ClassVar[bool] = False
+    overflow_in_fp16: ClassVar[str] = ""
     text_kind: ClassVar[str | None] = None
     libraries: ClassVar[Mapping[str, str]] = {}
     unread: ClassVar[tuple[str, ...]] = ()

@@ -37,6 +37,7 @@ class ZImageConfig(ZImageShape, ModelSpec):
     family = "zimage"
     pipeline = "ZImagePipeline"
     text_kind = "qwen3"
+    overflow_in_fp16 = "values inside the transformer"
     dropout = 0.0
 
     @property
