@@ -17,14 +17,14 @@ from sana_pipe.base.processes import run_and_exit
 from sana_pipe.config import Config
 from sana_pipe.train.models.config import AdapterConfig, ControlNetConfig, SampleConfig
 from sana_pipe.train.parallel import mesh
-from sana_pipe.train.training.config import PicturesConfig, PreserveConfig
+from sana_pipe.train.training.config import PicturesConfig, PreferConfig, PreserveConfig
 from sana_pipe.train.training.task import Report
 from sana_pipe.train.training.trainer import fit
 from tests.support.low_rank import Aligned, LowRank
 from tests.support.workers import tiny_run
 
-KINDS = ("low rank", "aligned", "dora", "controlnet")
-"""The adapter of the tests, the second loss, and by configuration DoRA with preservation and a ControlNet."""
+KINDS = ("low rank", "aligned", "dora", "controlnet", "prefer")
+"""The adapter of the tests, the second loss, and by configuration DoRA with preservation, a ControlNet and pairs."""
 PROMPT = torch.randn(7, tiny_run.TEXT_WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16()
 """Text rows of the prompt of preserved samples; with so few of these a process has none in some steps."""
 PARALLEL: dict[str, dict[str, Any]] = {
@@ -45,6 +45,7 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
     parts: dict[str, dict[str, Any]] = {
         "dora": {"preserved": [PROMPT]},
         "controlnet": {},
+        "prefer": {},
         "low rank": {"adapter": LowRank()},
         "aligned": {"objective": Aligned(given.train.flow)},
     }
@@ -57,6 +58,9 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
         drawing = PicturesConfig(every=2)
         given = given.with_train(controlnet=ControlNetConfig(layers=2, control_drop=0.3), pictures=drawing)
         given = given.model_copy(update={"sample": SampleConfig(steps=2)})
+        task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
+    if kind == "prefer":
+        given = given.with_train(adapter=AdapterConfig(rank=3), prefer=PreferConfig(beta=4.0, stop=None))
         task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
     return fit(given.train, replace(task, **part), launch, log=lambda line: None, **options)
 

@@ -94,6 +94,7 @@ def global_batch(step: int, seed: int = 0, *, logit: float | None = None) -> Bat
     latents, noise, control = (normal(*shape) for _ in range(3))
     masks = normal(GLOBAL_BATCH, 1, height, width).clamp(0, 1)
     masks[1] = 0
+    rejected = normal(*shape)
     return Batch(
         latents=latents.bfloat16(),
         captions=captions.bfloat16(),
@@ -102,7 +103,7 @@ def global_batch(step: int, seed: int = 0, *, logit: float | None = None) -> Bat
         logit=times if logit is None else torch.full_like(times, logit) + 0.2 * times,
         sample_ids=tuple(step * 1000 + i for i in range(GLOBAL_BATCH)),
         bucket=(height * 8, width * 8),
-        pictures={"control": control.bfloat16(), "mask": masks},
+        pictures={"control": control.bfloat16(), "mask": masks, "rejected": rejected.bfloat16()},
     )
 
 
