@@ -31,8 +31,7 @@ from sana_pipe.data.encoders.text_kind import TextKind, kind_at, kind_of
 from sana_pipe.data.encoders.vae_kind import vae_at
 from sana_pipe.data.images import buckets
 from sana_pipe.train.models.adapters import adapter_class, adapter_of
-from sana_pipe.train.models.spec import ModelSpec, spec_at, spec_from_arch
-from sana_pipe.train.training.build import text_kind_of_weights
+from sana_pipe.train.models.spec import ModelSpec, spec_at, spec_from_arch, text_kind_of_weights
 
 
 @dataclass

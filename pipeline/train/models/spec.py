@@ -23,6 +23,7 @@ import xxhash
 from torch import Tensor, nn
 
 from sana_pipe.base import hub
+from sana_pipe.base.config import Weights
 from sana_pipe.base.errors import ConfigError
 from sana_pipe.train.config import TrainConfig
 from sana_pipe.train.models.sana_shape import CLASS_NAME
@@ -436,9 +437,10 @@ def spec_at(place: Path, variant: str | None = None) -> ModelSpec:
     return spec
 
 
-def text_kind_at(place: Path, spec: ModelSpec) -> str | None:
-    """The kind of text encoder that weights were trained with: what an export records, else that of the released
-    weights; None: not known. place: as of `spec_at`."""
+def text_kind_of_weights(weights: Weights, spec: ModelSpec) -> str | None:
+    """The kind of text encoder that `model.weights` were trained with: what an export records, else that of the
+    released weights; None: not known."""
+    place = hub.resolve(weights, ("config.json",))
     if place.is_file():
         return spec.text_kind
     kind = hub.read_json(place / "config.json").get(TEXT_KIND, spec.text_kind)

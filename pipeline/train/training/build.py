@@ -15,7 +15,7 @@ from sana_pipe.base.errors import ConfigError
 from sana_pipe.train.config import TrainConfig
 from sana_pipe.train.models.adapters import adapter_of
 from sana_pipe.train.models.config import ModelConfig, StartWeights
-from sana_pipe.train.models.spec import ModelSpec, Values, digest_of, spec_at, spec_from_arch, text_kind_at
+from sana_pipe.train.models.spec import ModelSpec, Values, digest_of, spec_at, spec_from_arch
 from sana_pipe.train.parallel.collectives import broadcast_from_rank_0, require_equal, run_on_all
 from sana_pipe.train.parallel.load_sharded import load_sharded
 from sana_pipe.train.parallel.parallelize import ParallelModel
@@ -199,8 +199,3 @@ def architecture_of(model: ModelConfig, sample_size: int) -> ModelSpec:
 def architecture_of_weights(weights: StartWeights) -> ModelSpec:
     """The shape of `model.weights`, from its `config.json`."""
     return spec_at(hub.resolve(weights, ("config.json",)), weights.variant)
-
-
-def text_kind_of_weights(weights: StartWeights, spec: ModelSpec) -> str | None:
-    """The kind of text encoder that `model.weights` were trained with; None: not known."""
-    return text_kind_at(hub.resolve(weights, ("config.json",)), spec)

@@ -18,13 +18,13 @@ from sana_pipe.base.launch import Launch, check_accelerate, check_compiler, chec
 from sana_pipe.base.metrics import trackers
 from sana_pipe.base.options import flat
 from sana_pipe.train.config import TrainConfig
-from sana_pipe.train.models.spec import ModelSpec
+from sana_pipe.train.models.spec import ModelSpec, text_kind_of_weights
 from sana_pipe.train.parallel import pipeline_parallel, tensor_parallel
 from sana_pipe.train.parallel.collectives import require_equal, run_on_all
 from sana_pipe.train.parallel.mesh import Layout, check_sizes
 from sana_pipe.train.training import checkpoint, drawings, optimizers
 from sana_pipe.train.training.assemble import Trainable
-from sana_pipe.train.training.build import architecture_of, has_packed_kernel, text_kind_of_weights
+from sana_pipe.train.training.build import architecture_of, has_packed_kernel
 from sana_pipe.train.training.checkpoint import Resumed
 from sana_pipe.train.training.optimizers import in_backward
 from sana_pipe.train.training.task import Context, Log, TrainingTask
