@@ -86,9 +86,13 @@ def serve(count: int) -> None:
 
 
 @contextmanager
-def counting_server() -> Iterator[Counter[tuple[str, str]]]:
+def counting_server(sent: Counter[str] | None = None) -> Iterator[Counter[tuple[str, str]]]:
     """Start an S3 server on loopback. Yields its requests by operation and by the folder within a cache in the top of
-    a bucket."""
+    a bucket.
+
+    Args:
+        sent: counts the bytes of the bodies of answers, by operation.
+    """
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
@@ -101,7 +105,11 @@ def counting_server() -> Iterator[Counter[tuple[str, str]]]:
         operation = "LIST" if "list-type" in query else "COPY" if is_copy else environ["REQUEST_METHOD"]
         path = query.get("prefix", [""])[0] if operation == "LIST" else environ["PATH_INFO"].split("/", 2)[-1]
         requests[operation, path.partition("/")[2].split("/")[0]] += 1
-        return application(environ, start)
+        if sent is None:
+            return application(environ, start)
+        body = b"".join(application(environ, start))
+        sent[operation] += len(body)
+        return [body]
 
     server = make_server("127.0.0.1", 0, count, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()

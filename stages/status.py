@@ -84,7 +84,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"source {name!r}: {source['items']} items, {source['rejected']} rejected, from {source['root']}"
     for name, store in report["stores"].items():
         line = (
-            f"{name}: {store['units_done']} of {store['units']} parts done, {store['records']} records, "
+            f"{name}: {store['units_done']} of {store['units']} units done, {store['records']} records, "
             f"{amount(store['bytes'])}, {store['rejects']} rejected"
         )
         if store["records_missing"]:

@@ -316,8 +316,8 @@ class Cache:
         return self.files.folders("sources")
 
     def last_scan(self, source: str) -> dict[str, Any] | None:
-        """The newest scan document of a source: `root`, `table`, `encodings` (names by kind), `buckets`; None if there
-        is none or the source was forgotten."""
+        """The newest scan document of a source: `root`, `table`, `items` and `rejects` (counts of the table),
+        `encodings` (names by kind), `buckets`; None if there is none or the source was forgotten."""
         scan = self._newest(Paths.scans(source))
         return None if scan is None or scan.get(FORGOTTEN) else scan
 

@@ -1,7 +1,7 @@
 """Status: what a cache holds and what is missing, without reading records.
 
-Price: documents and scans are read, one request after the other, and the sizes of the files that named snapshots need
-are asked for.
+Price: documents are read, one request after the other, and the sizes of the files that named snapshots need are asked
+for. The table of a scan is read only if the document of the scan does not count its items.
 """
 
 from __future__ import annotations

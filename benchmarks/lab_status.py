@@ -1,0 +1,63 @@
+"""Requests and bytes of one `status` of an unchanged cache on S3: counted at moto's server.
+
+The cache is that of `benchmarks.large_cache`, copied to a bucket: scan, plans and indexes in full size, shards without
+content.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from uuid import uuid4
+
+import fsspec
+
+from benchmarks import large_cache, s3_listing
+from benchmarks.report import finish, table
+from sana_pipe.base.processes import run_and_exit
+from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.config import MirrorConfig
+from sana_pipe.data.cache.status import status
+
+QUICK_ITEMS, ITEMS = 2_000, 200_000
+
+
+def measure(quick: bool, folder: Path) -> dict[str, float]:
+    """Count what a `status` asks of S3, with an empty mirror and again with what that left there.
+
+    Args:
+        quick: a cache of `QUICK_ITEMS` items, else of `ITEMS`.
+        folder: for the cache and the mirror; empty.
+
+    Returns:
+        `status_requests` and `status_bytes` (received) of the first call, `status_requests_again` and
+        `status_bytes_again` of a second one in another process's place: a newly opened cache.
+    """
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it prints a line a request
+    large_cache.build(folder, QUICK_ITEMS if quick else ITEMS)
+    bucket, sent, figures = f"status-{uuid4().hex}", Counter[str](), dict[str, float]()
+    with s3_listing.counting_server(sent) as requests:
+        store = fsspec.filesystem("s3")
+        store.mkdir(bucket)
+        store.put(str(folder / "cache"), f"{bucket}/cache", recursive=True)
+        for call in ("", "_again"):
+            requests.clear()
+            sent.clear()
+            status(Cache(f"s3://{bucket}/cache", mirror=MirrorConfig(path=str(folder / "mirror"))))
+            figures[f"status_requests{call}"] = sum(requests.values())
+            figures[f"status_bytes{call}"] = sum(sent.values())
+    return figures
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure("--quick" in sys.argv[1:], Path(folder))
+    table(("figure", "value"), list(figures.items()))
+    return finish(figures)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
