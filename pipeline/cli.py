@@ -393,6 +393,13 @@ def _only_with(context: click.Context, option: str, *others: str) -> None:
     type=click.Choice(["lora", "full", "scratch"]),
     help="A LoRA, full fine-tuning, or a new model. Default: by the number of pictures and the memory.",
 )
+@click.option(
+    "--model",
+    type=click.Choice(["sana", "zimage", "prx"]),
+    default="sana",
+    show_default=True,
+    help="Sana; a LoRA of Z-Image; PRX on latents of Sana's VAE (docs/training.md says which).",
+)
 @click.option("--trigger", metavar="WORD", help="A word for what all pictures show; it goes into every caption.")
 @click.option("--out", default="./sana-pipe.yaml", show_default=True, metavar="FILE", help="The configuration.")
 @click.option("--force", is_flag=True, help="Replace the file, and prompts.txt next to it.")

@@ -61,8 +61,8 @@ _OUT = "--out FILE in a folder that you may write to"
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line. purpose, trigger: see `recommend`. gpu, gpu_memory, gpus: of another machine;
-    None: this one. force: replace the files. overrides: `a.b=c`, written into the file."""
+    """The options of the command line. purpose, trigger, model: see `recommend`. gpu, gpu_memory, gpus: of another
+    machine; None: this one. force: replace the files. overrides: `a.b=c`, written into the file."""
 
     purpose: str | None = None
     trigger: str | None = None
@@ -72,6 +72,7 @@ class Options:
     gpu_memory: str | None = None
     gpus: int | None = None
     overrides: tuple[str, ...] = ()
+    model: str = recommend.SANA
 
 
 def run(data: Sequence[str], options: Options) -> int:
@@ -86,7 +87,7 @@ def run(data: Sequence[str], options: Options) -> int:
     with writing(options.out, _OUT), tempfile.TemporaryFile(dir=options.out.parent):
         pass  # before hours of scanning
     machine = _machine(options)
-    config = load(recommend.MODELS[1024], ["data.caption=none", *options.overrides])
+    config = load(recommend.models_of(options.model), ["data.caption=none", *options.overrides])
     names = [open_source(each, config.data, patience_s=config.patience_s).name for each in data]
     for name in names:
         check_source_name(name)
@@ -105,7 +106,8 @@ def run(data: Sequence[str], options: Options) -> int:
     check_usable(looked)
     trigger = None if options.trigger is None else " ".join(options.trigger.split())
     subject = _subject(looked, trigger)
-    made = recommend.recommend(_facts(config, subject, machine, options.gpus or 1), options.purpose, trigger or None)
+    facts = _facts(config, subject, machine, options.gpus or 1)
+    made = recommend.recommend(facts, options.purpose, trigger or None, options.model)
     _add_reading(made, looked, data)
     made.override(options.overrides)
     text = made.file(shown("init", *_words(data, options)))
@@ -277,6 +279,7 @@ def _machine(options: Options) -> Machine | None:
 def _words(data: Sequence[str], options: Options) -> list[str]:
     """The words of the command that say what to make of what."""
     words = [word for each in data for word in ("--data", each)]
+    words += [] if options.model == recommend.SANA else ["--model", options.model]
     words += [] if options.purpose is None else ["--for", options.purpose]
     return words + ([] if options.trigger is None else ["--trigger", options.trigger])
 

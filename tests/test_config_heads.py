@@ -15,12 +15,14 @@ from click.testing import CliRunner
 from sana_pipe.cli import cli
 from sana_pipe.config import load, shipped
 from sana_pipe.stages import demo
+from sana_pipe.train.models.zimage_config import ZImageConfig
 from sana_pipe.train.training import optimizers
 from tests.support import hub_layouts
 from tests.support.sana_shapes import SHAPES
 
 RELEASED = [path.stem for path in shipped() if path.stem != "tiny"]
 LORA, SCRATCH = "sana_1600m_1024_lora", "sana_600m_512_scratch"
+ZIMAGE, PRX = "zimage_1024_lora", "prx_512"
 CONTROLNETS = {  # configuration: (card, seconds of a step, microbatch of the least memory, peaks in GiB)
     "controlnet_24gb": ("4090", 2.15, 1, (19.3, 17.3)),
     "controlnet_80gb": ("h100", 1.59, 8, (65.6, 20.1)),
@@ -64,6 +66,12 @@ SOURCED = {
         "(predicted by sana-pipe plan --gpu 3060)",
         "some forty pictures, on one GPU of 24 or 12 GB",
     ],
+    ZIMAGE: [
+        "some forty pictures, on one GPU of 24 or 16 GB",
+        "16 GB: --set train.activation_compression=int8 as well (14.4 GiB; predicted, docs/training.md)",
+        "LoRA of Z-Image (6B) at 1024 px",
+    ],
+    PRX: ["PRX (1.3B)", "on one GPU of 80 or 24 GB", "T5Gemma"],
     SCRATCH: [
         "13.5 GiB in microbatches of 4, as train chooses on a card of 15 GiB",
         "as sana_600m_512 states",
@@ -257,7 +265,65 @@ def test_auto_chooses_for_a_controlnet_what_its_head_says(name: str) -> None:
     assert round(plan["prediction"]["total"] / 2**30, 1) == CONTROLNETS[name][3][0]
 
 
-OTHERS = {LORA: derived_lora, SCRATCH: lambda name: []}
+OF_OTHERS = {  # configuration: [(GiB, card, settings)], seconds of a step, card
+    ZIMAGE: (
+        [("20.3", "4090", ()), ("15.0", "4090", ("train.activation_checkpointing=full", "train.microbatch=1"))],
+        "13",
+        "4090",
+    ),
+    PRX: ([("59.5", "a100-80", ()), ("21.4", "4090", ())], "0.842", "a100-80"),
+}
+
+
+@pytest.mark.nightly  # traces of 6B parameters, and searches
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_memory_and_time_of_other_models_are_predicted(name: str) -> None:
+    memory, seconds, card = OF_OTHERS[name]
+    for gib, of_card, settings in memory:
+        assert planned(name, ["--gpu", of_card], settings)[0] == gib
+    assert planned(name, ["--gpu", card], ())[1] == seconds
+
+
+def derived_zimage(name: str) -> list[str]:
+    """As `derived`."""
+    config, shape, pictures = load(name), ZImageConfig(), 40
+    train, adapter, side = config.train, config.train.adapter, config.data.resolution // 8
+    assert adapter is not None and adapter.targets == "attention" and train.epochs is not None
+    parameters = (shape.n_layers + 2 * shape.n_refiner_layers) * 4 * adapter.rank * 2 * shape.dim
+    trained = round(pictures * (1 - config.bucket.heldout))
+    steps = train.epochs * trained // config.bucket.batch
+    channels, width, (chosen, full) = shape.in_channels, shape.cap_feat_dim, OF_OTHERS[name][0]
+    return [
+        f"{channels * side * side * 2 // 1024} KiB a picture for the latent ({channels} x {side} x {side} bf16; "
+        f"arithmetic), {width * 2 // 1024} KiB a caption token ({width} bf16; arithmetic)",
+        f"24 GB: {chosen[0]} GiB in microbatches of 1, which train chooses (predicted by sana-pipe plan --gpu 4090; "
+        f"bf16 base, batch of {config.bucket.batch})",
+        f"--set train.activation_checkpointing=full --set train.microbatch=1 {full[0]} GiB (predicted)",
+        f"{parameters:,} parameters of the adapter: {2 * parameters / 1e6:.1f} MB exported in bf16, checkpoints of "
+        f"{12 * parameters / 2**20 - 0.05:.1f} MiB (fp32, with two moments; arithmetic)",
+        f"{train.epochs} epochs are {train.epochs // config.bucket.batch} steps a picture at a batch of "
+        f"{config.bucket.batch}: {steps:,} steps of the {trained} pictures of {pictures} that are not held out",
+        f"13 s a step on a 4090 (estimated by sana-pipe plan): {13 * steps / 3600:.1f} hours for {steps:,} steps",
+    ]
+
+
+def derived_prx(name: str) -> list[str]:
+    """As `derived`."""
+    config = load(name)
+    batch, steps, side = config.bucket.batch, config.train.steps or 0, config.data.resolution // 32
+    return [
+        f"{32 * side * side * 2 // 1024} KiB a picture for the latent (32 x {side} x {side} bf16; arithmetic), "
+        f"{2304 * 2 / 1024:g} KiB a caption token (2304 bf16; arithmetic)",
+        f"80 GB: 59.5 GiB, nothing recomputed (predicted by sana-pipe plan --gpu a100-80; batch of {batch})",
+        "24 GB: 21.4 GiB with full checkpointing in microbatches of 1, which train chooses (predicted by sana-pipe "
+        "plan --gpu 4090)",
+        f"{steps:,} steps are {steps * batch:,} pictures",
+        "0.842 s a step on an A100 (estimated by sana-pipe plan): "
+        f"{0.842 * steps / 3600:.1f} hours for {steps:,} steps",
+    ]
+
+
+OTHERS = {LORA: derived_lora, SCRATCH: lambda name: [], ZIMAGE: derived_zimage, PRX: derived_prx}
 """Heads with other figures than those of the released models."""
 
 

@@ -160,7 +160,10 @@ def test_every_named_option_exists(page: str) -> None:
         load("sana_1600m_1024", [f"{name}={value}", *NEEDED.get(name, [])])
 
 
-NEEDED = {"train.optim.in_backward": ["train.optim.clip=null"]}
+NEEDED = {
+    "train.optim.in_backward": ["train.optim.clip=null"],
+    "train.prefer.stop": ["train.adapter={}"],
+}
 """Settings that an option needs; the pages say so in words."""
 
 

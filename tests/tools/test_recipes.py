@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from io import BytesIO
@@ -118,6 +119,27 @@ CASES: dict[str, tuple[list[dict[str, Any]], Options, dict[str, Any]]] = {
         Options(gpu="h100", purpose=SCRATCH),
         {"model.weights": None, "model.arch.num_layers": 28, "train.steps": 10_000, "train.ema.decay": 0.9999},
     ),
+    "Z-Image on 24 GB": (
+        [{"count": 40}],
+        Options(gpu="4090", model="zimage"),
+        {
+            "model.weights.id": "Tongyi-MAI/Z-Image",
+            "train.adapter.rank": 16,
+            "train.flow.shift": 6.0,
+            "text.max_length": 512,
+            "train.steps": 1800,
+        },
+    ),
+    "Z-Image on 16 GB": (
+        [{"count": 40}],
+        Options(gpu="4080", model="zimage"),
+        {"train.activation_checkpointing": "full", "train.activation_compression": "int8", "train.microbatch": 1},
+    ),
+    "PRX": (
+        [{"count": 400, "size": (512, 512)}],
+        Options(gpu="h100", model="prx"),
+        {"model.weights.id": "Photoroom/prx-512-t2i-dc-ae", "train.adapter": None, "data.resolution": 512},
+    ),
     "no card": (
         [{"count": 12, "caption": None}],
         Options(gpu="cpu", trigger="ohwx"),
@@ -158,7 +180,8 @@ def test_the_choices_suit_pictures_and_card(
         assert leaf not in yaml.safe_load(text) or leaf in said
     comments = [line for line in text.splitlines() if "# " in line]
     assert len(comments) > 15 and max(map(len, comments[1:])) <= 120 and len(text.splitlines()) <= 120
-    assert config.train.pictures is not None and said.rstrip().splitlines()[-1].startswith("next: sana-pipe run ")
+    assert (config.train.pictures is not None) == (name != "PRX"), "its file draws no pictures"
+    assert said.rstrip().splitlines()[-1].startswith("next: sana-pipe run ")
 
 
 SEARCHED = {
@@ -167,6 +190,9 @@ SEARCHED = {
     "400 pictures fully on 8 GB",
     "2,100 pictures on 80 GB",
     "from scratch",
+    "Z-Image on 24 GB",
+    "Z-Image on 16 GB",
+    "PRX",
 }
 """Cases whose prediction searches, 10 to 30 s of a core each, and whose card has more memory than a row of the memory
 table, of which `test_each_row_of_the_memory_table_fits` predicts that it suffices."""
@@ -376,6 +402,18 @@ def test_the_comments_of_the_shipped_file_stay(name: str, tmp_path: Path, unplan
         assert place - 1 in new and text.splitlines()[place - 1].strip().startswith("# ")
 
 
+def test_another_model_is_for_what_its_file_is(tmp_path: Path, unplanned: None) -> None:
+    source = str(folder(tmp_path / "pictures", 40))
+    for options, words in (
+        (Options(model="zimage", purpose=FULL, gpu="h100"), ("--for lora", "zimage_1024_lora")),
+        (Options(model="prx", purpose=LORA, gpu="h100"), ("--for full", "prx_512")),
+        (Options(model="zimage", gpu_memory="12GiB"), ("zimage_1024_lora", "--model sana")),
+    ):
+        with pytest.raises(UserError, match=naming(*words)):
+            init.run([source], dataclasses.replace(options, out=tmp_path / "a.yaml"))
+    assert not (tmp_path / "a.yaml").exists()
+
+
 def test_without_a_card_memory_is_not_the_reason() -> None:
     side = np.full(recommend.FULL_FROM, 1024)
     facts = Facts(side, side, len(side), len(side), (SENTENCE,))
@@ -388,11 +426,11 @@ ROWS = [
     pytest.param(
         row,
         gpus,
-        marks=pytest.mark.nightly if gpus > 1 and row.gib != 21.5 else pytest.mark.slow,
-        id=f"{row.purpose}-{row.resolution}-{row.gib:g}" + "-on-four" * (gpus > 1),
+        marks=pytest.mark.nightly if (gpus > 1 and row.gib != 21.5) or row.model != "sana" else pytest.mark.slow,
+        id=f"{row.model}-{row.purpose}-{row.resolution}-{row.gib:g}" + "-on-four" * (gpus > 1),
     )
     for row in recommend.MEMORY
-    for gpus in ((1, 4) if row.gib > 20 else (1,))
+    for gpus in ((1, 4) if row.gib > 20 and row.model == "sana" else (1,))
 ]
 """On four cards by day only the row with the least room in each: what the others add is the same arithmetic."""
 
@@ -407,7 +445,7 @@ def test_each_row_of_the_memory_table_fits(row: recommend.Memory, gpus: int, tmp
     size = (1024, 1024) if row.resolution == 1024 else (512, 512)
     source = folder(tmp_path / "pictures", 40, size=size)
     memory = f"{(row.gib + (gpus - 1) * recommend.OF_ANOTHER_CARD) / gpus:.4f}GiB"
-    options = Options(row.purpose, None, tmp_path / "a.yaml", gpu_memory=memory, gpus=gpus)
+    options = Options(row.purpose, None, tmp_path / "a.yaml", gpu_memory=memory, gpus=gpus, model=row.model)
     assert init.run([str(source)], options) == 0
     words = ["plan", "--config", str(options.out), "--gpus", str(gpus), "--gpu-memory", memory]
     result = CliRunner().invoke(cli, words)

@@ -20,7 +20,7 @@ from sana_pipe.data.cache.findings import damage_only, encoding_names, packs
 from sana_pipe.data.cache.keys import Digests
 from sana_pipe.data.cache.layout import REPAIR, Paths
 from sana_pipe.data.cache.snapshot import Snapshot
-from sana_pipe.data.cache.snapshot_head import check_files
+from sana_pipe.data.cache.snapshot_head import check_files, check_sizes
 
 STOPPED_S = 3600
 """Age of a claim at which its process has stopped; much longer than clocks of two machines differ."""
@@ -110,6 +110,7 @@ class _Counts:
                 scan = self.cache.last_scan(name)
                 if scan is None:
                     continue
+                check_sizes(self.cache.files, [(Paths.table(scan["table"], "parquet"), None)])
                 counts = scan.get("counts") or self._counted(scan["table"])
                 usable = counts["items"] - counts["rejected"]
                 planned = all(stores.get(encoding, {}).get("plans") for encoding in scan["encodings"].values())

@@ -26,10 +26,24 @@ PURPOSES = (LORA, FULL, SCRATCH)
 MODELS = {1024: "sana_1600m_1024", 512: "sana_600m_512"}
 """The shipped configuration whose models are used, by resolution."""
 _ADAPTED, _NEW = "sana_1600m_1024_lora", "sana_600m_512_scratch"
+SANA = "sana"
 _OF_MODELS = ("vae", "text", "model")
 """The sections that name models."""
 _INSTEAD = {"train.steps": "epochs", "train.epochs": "steps"}
 """Option -> the option of its section that it replaces."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model with one shipped configuration, `file`, for one purpose and resolution."""
+
+    file: str
+    purpose: str
+    resolution: int
+
+
+OTHERS = {"zimage": Family("zimage_1024_lora", LORA, 1024), "prx": Family("prx_512", FULL, 512)}
+"""The other models that `init --model` chooses."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,7 @@ class Memory:
     gib: float
     settings: dict[str, Any]
     source: str
+    model: str = SANA
 
 
 SMALL_SET = 1000
@@ -107,6 +122,20 @@ MEMORY = (
     ),
     Memory(FULL, 512, 11, {}, "9.8 GiB (sana-pipe plan), the 0.6B in fp32"),
     Memory(SCRATCH, 512, 15, {}, "13.5 GiB in microbatches of 4 (sana-pipe plan)"),
+    Memory(LORA, 1024, 22.5, {}, "20.3 GiB (sana-pipe plan)", "zimage"),
+    Memory(
+        LORA,
+        1024,
+        15.5,
+        {
+            "train.activation_checkpointing": "full",
+            "train.activation_compression": "int8",
+            "train.microbatch": 1,
+        },
+        "14.4 GiB (sana-pipe plan)",
+        "zimage",
+    ),
+    Memory(FULL, 512, 23.5, {}, "21.4 GiB with full checkpointing (sana-pipe plan)", "prx"),
 )
 
 OF_ANOTHER_CARD = 1.2
@@ -181,11 +210,13 @@ class Recommendation:
     """A shipped configuration, `base`, and the `choices` that differ from it.
 
     Attributes:
+        model: SANA, or one of `OTHERS`.
         trained: pictures that are trained on. prompts: lines to draw while it trains.
     """
 
     purpose: str
     resolution: int
+    model: str = SANA
     trained: int = 0
     choices: list[Choice] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -194,12 +225,14 @@ class Recommendation:
     @property
     def base(self) -> str:
         """The shipped configuration that is changed."""
+        if self.model != SANA:
+            return self.models
         return {LORA: _ADAPTED, SCRATCH: _NEW}.get(self.purpose, self.models)
 
     @property
     def models(self) -> str:
         """The shipped configuration whose models are used; `base`, or another."""
-        return MODELS[self.resolution]
+        return MODELS[self.resolution] if self.model == SANA else OTHERS[self.model].file
 
     @cached_property
     def _tree(self) -> dict[str, Any]:
@@ -266,19 +299,30 @@ def _section(name: str, text: str) -> str:
     return next(re.finditer(rf"^{name}:.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL))[0]
 
 
-def recommend(facts: Facts, purpose: str | None = None, trigger: str | None = None) -> Recommendation:
+def models_of(model: str) -> str:
+    """Return the shipped configuration of a model that pictures are looked at for."""
+    return MODELS[max(MODELS)] if model == SANA else OTHERS[model].file
+
+
+def recommend(
+    facts: Facts, purpose: str | None = None, trigger: str | None = None, model: str = SANA
+) -> Recommendation:
     """Choose everything.
 
     Args:
-        purpose: of `PURPOSES`; None: LoRA, or full fine-tuning of `FULL_FROM` pictures and more.
+        purpose: of `PURPOSES`; None: LoRA, or full fine-tuning of `FULL_FROM` pictures and more; of another model than
+            Sana what its file is for.
         trigger: the word for what all pictures show.
+        model: SANA, or one of `OTHERS`.
 
     Raises:
         UserError: no pictures, too small ones, no captions where they are needed, or too little memory.
     """
     if not facts.pictures:
         raise UserError("there is no usable picture", fix="sana-pipe encode --data DIR --dry-run names the reasons")
-    resolution, left_out = _resolution(facts)
+    if model != SANA:
+        return _of_another(facts, purpose, trigger, model)
+    resolution, left_out = _resolution(facts, tuple(MODELS))
     why_small = "" if resolution == max(MODELS) else ": more than half of the pictures are small"
     chosen, why = _purpose(facts, purpose, resolution)
     if chosen == FULL and resolution == 1024 and _memory(FULL, 1024, facts) is None and _memory(FULL, 512, facts):
@@ -295,21 +339,41 @@ def recommend(facts: Facts, purpose: str | None = None, trigger: str | None = No
     return made
 
 
-def _resolution(facts: Facts) -> tuple[int, int]:
-    """The resolution, and how many pictures are too small for it.
+def _of_another(facts: Facts, purpose: str | None, trigger: str | None, model: str) -> Recommendation:
+    """`recommend` for a model of `OTHERS`."""
+    family = OTHERS[model]
+    if purpose not in (None, family.purpose):
+        raise UserError(
+            f"--model {model} has a configuration for --for {family.purpose} alone",
+            fix=f"--for {family.purpose}, or configs/{family.file}.yaml as a start",
+        )
+    _, left_out = _resolution(facts, (family.resolution,))
+    memory = _memory(family.purpose, family.resolution, facts, model)
+    if memory is None:
+        raise _too_little(family.purpose, facts, model)
+    made = Recommendation(family.purpose, family.resolution, model, notes=[f"{family.purpose}: as --model {model} has"])
+    used = _data(made, facts, trigger, left_out)
+    _training(made, facts, used, memory)
+    _watching(made, facts, used)
+    return made
+
+
+def _resolution(facts: Facts, choices: tuple[int, ...]) -> tuple[int, int]:
+    """The resolution, the first of the choices for which enough pictures are sharp, and how many pictures are too small
+    for it.
 
     Raises:
         UserError: all are.
     """
-    for resolution in MODELS:
+    for resolution in choices:
         sharp = len(facts.heights) - _enlarged(facts, resolution, SHARP)
-        if 2 * sharp >= len(facts.heights) or resolution == min(MODELS):
+        if 2 * sharp >= len(facts.heights) or resolution == min(choices):
             break
     left_out = _enlarged(facts, resolution, LARGEST)
     if left_out == facts.pictures:
         largest = int(np.argmax(facts.heights * facts.widths))
         raise UserError(
-            f"all {facts.pictures} pictures are too small: Sana draws {resolution} x {resolution} pixels or more",
+            f"all {facts.pictures} pictures are too small: the model draws {resolution} x {resolution} pixels or more",
             expected=f"at least {resolution / LARGEST:.0f} x {resolution / LARGEST:.0f} pixels",
             found=f"the largest has {facts.widths[largest]} x {facts.heights[largest]}",
             fix="use the originals, or enlarge them with a tool for upscaling",
@@ -341,19 +405,22 @@ def _purpose(facts: Facts, purpose: str | None, resolution: int) -> tuple[str, s
     return FULL, f"{facts.captioned:,} pictures with captions, and {facts.all_gib:.1f} GiB of GPU memory (--for lora)"
 
 
-def _memory(purpose: str, resolution: int, facts: Facts) -> Memory | None:
-    rows = (row for row in MEMORY if (row.purpose, row.resolution) == (purpose, resolution))
+def _memory(purpose: str, resolution: int, facts: Facts, model: str = SANA) -> Memory | None:
+    rows = (row for row in MEMORY if (row.purpose, row.resolution, row.model) == (purpose, resolution, model))
     return next((row for row in rows if facts.shared_gib >= row.gib), None)
 
 
-def _too_little(purpose: str, facts: Facts) -> UserError:
-    least = min((row for row in MEMORY if row.purpose == purpose), key=lambda row: row.gib)
+def _too_little(purpose: str, facts: Facts, model: str = SANA) -> UserError:
+    rows = (row for row in MEMORY if (row.purpose, row.model) == (purpose, model))
+    least = min(rows, key=lambda row: row.gib)
+    name = MODELS[least.resolution] if model == SANA else OTHERS[model].file
+    smaller = "--for lora, or more cards" if model == SANA else "more cards, or --model sana"
     names = {LORA: "a LoRA", FULL: "full fine-tuning", SCRATCH: "training from scratch"}
     return UserError(
         f"{names[purpose]} does not fit into {facts.gpus} x {facts.memory_gib:.1f} GiB",
-        expected=f"{least.gib:g} GiB, of all cards together, for {MODELS[least.resolution]}, and "
+        expected=f"{least.gib:g} GiB, of all cards together, for {name}, and "
         f"{OF_ANOTHER_CARD} GiB for each card but the first",
-        fix="a card with more memory" if purpose == LORA else "--for lora, or more cards",
+        fix="a card with more memory" if (purpose, model) == (LORA, SANA) else smaller,
     )
 
 
@@ -416,7 +483,7 @@ def _data(made: Recommendation, facts: Facts, trigger: str | None, left_out: int
             ),
         )
         made.notes.append(
-            "the captions are lists of tags; Sana was trained on sentences, so sentences are learned faster"
+            "the captions are lists of tags; the model was trained on sentences, so sentences are learned faster"
         )
     made.prompts = _prompts(facts, trigger)
     return used
@@ -453,7 +520,7 @@ def _prompts(facts: Facts, trigger: str | None) -> list[str]:
 
 def _training(made: Recommendation, facts: Facts, pictures: int, memory: Memory) -> None:
     """Batch, steps and memory."""
-    if made.purpose == FULL and pictures < SMALL_SET:
+    if made.purpose == FULL and made.model == SANA and pictures < SMALL_SET:
         for option, (value, why) in SMALL.items():
             made.add(option, value, why)
     trained = made.trained = max(1, round(pictures * (1 - _share(pictures, facts))))
