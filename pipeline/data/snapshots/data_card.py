@@ -42,7 +42,7 @@ def card(cache: Cache, snapshot: Snapshot, name: str, license: str, address: str
 # {escaped(name)}
 
 {snapshot.head.samples} samples in {amount(stored)}: latents of pictures and rows of a text encoder, made by
-[sana-pipe](https://pypi.org/project/sana-pipe/) for training a latent diffusion transformer without encoders.
+sana-pipe for training a latent diffusion transformer without encoders.
 **It holds captions as text, and latents decode to pictures**: who has it has both.
 
 Licence of pictures and captions: {escaped(license)}.
