@@ -45,9 +45,10 @@ def test_the_links_are_the_package_as_it_is_installed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "__init__.py").write_text(f"name = {name!r}")
     (tmp_path / "pipeline/__init__.py").write_text("")
-    link(tmp_path)
+    before = (link(tmp_path) / "sana_pipe/data").lstat().st_ino
     shutil.rmtree(tmp_path / "pipeline/old")
     package = link(tmp_path) / "sana_pipe"
+    assert (package / "data").lstat().st_ino == before, "another process may import from it"
     assert {path.name for path in package.iterdir()} == {"__init__.py", "data", *FOLDERS}
     code = "import sana_pipe.data, sana_pipe.stages; print(sana_pipe.data.name, sana_pipe.stages.name)"
     command = [sys.executable, "-c", code]

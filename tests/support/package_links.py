@@ -5,7 +5,7 @@ mypy reads it, and copies of the checkout run from it. `python -m tests.support.
 
 from __future__ import annotations
 
-import shutil
+import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -14,15 +14,22 @@ FOLDERS = ("stages", "configs")
 
 
 def link(root: Path = ROOT) -> Path:
-    """Make the links of the checkout `root`, and return the folder to put on PYTHONPATH."""
-    links = root / "build" / "links"
-    shutil.rmtree(links, ignore_errors=True)
-    package = links / "sana_pipe"
-    package.mkdir(parents=True)
-    for path in [*(root / "pipeline").iterdir(), *(root / name for name in FOLDERS)]:
-        if path.name != "__pycache__":
-            (package / path.name).symlink_to(path)
-    return links
+    """Make the links of the checkout `root`, and return the folder to put on PYTHONPATH. Links that are right stay as
+    they are: other processes import from them."""
+    package = root / "build" / "links" / "sana_pipe"
+    package.mkdir(parents=True, exist_ok=True)
+    every = [*(root / "pipeline").iterdir(), *(root / name for name in FOLDERS)]
+    wanted = {path.name: path for path in every if path.name != "__pycache__"}
+    for name, path in wanted.items():
+        made = package / name
+        if not made.is_symlink() or made.readlink() != path:
+            work = package / f".{name}.{os.getpid()}"
+            work.symlink_to(path)
+            work.replace(made)
+    for made in package.iterdir():
+        if made.name not in wanted and not made.name.startswith("."):
+            made.unlink()
+    return package.parent
 
 
 if __name__ == "__main__":
