@@ -41,8 +41,8 @@ def card(cache: Cache, snapshot: Snapshot, name: str, license: str, address: str
 
 # {escaped(name)}
 
-{snapshot.head.samples} samples in {amount(stored)}: latents of pictures and rows of a text encoder, made by
-sana-pipe for training a latent diffusion transformer without encoders.
+{snapshot.head.samples} samples in {amount(stored)}: latents of pictures and rows of a text encoder, for
+training a latent diffusion transformer without encoders. They were made by `sana-pipe`.
 **It holds captions as text, and latents decode to pictures**: who has it has both.
 
 Licence of pictures and captions: {escaped(license)}.
