@@ -59,6 +59,13 @@ def npy(array: np.ndarray, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
+def stated(shape: tuple[int, ...]) -> bytes:
+    """A file of a header alone."""
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    return buffer.getvalue()
+
+
 def tar(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
         for name, data in members:
@@ -192,6 +199,7 @@ def test_single_bad_members_are_rejected_by_name_and_nothing_is_executed(
         "r.npy": pickle.dumps(Executed()),
         "s.npy": npy(np.where(np.arange(4) == 3, np.nan, 1.0)[None, None] * np.ones((2, 2, 4), np.float32)),
         "t.npy": npy(latents["b"])[:-100],
+        "v.npy": stated((10**6, 10**6, 10**6)),
         "u.safetensors": b"\x08\0\0\0\0\0\0\0{",
     }
     members = [member for key in "abcde" for member in sample(key, npy(latents[key]))]

@@ -86,22 +86,13 @@ def _add_plans(cache: Cache, other: Cache, encoding: str, adopted: Adopted) -> d
         cache.add_plan(encoding, len(cache.files.numbers(Paths.plans(encoding))), units, pa.concat_tables(rows))
 
 
-def _is_here(files: Files, other: Files, name: str) -> bool:
-    """Return whether a file need not be brought; it is refreshed. A store takes an object whole or not at all, so of
-    objects the size is compared; a file on a disk is read."""
-    if files.on_disk:
-        return files.refresh_intact(name)
-    here, there = files.store.stat(name), other.store.stat(name)
-    return here is not None and there is not None and here.size == there.size and files.refresh(name)
-
-
 def bring(files: Files, other: Files, name: str, digest: str) -> None:
     """Link or copy a content-addressed file of another cache, checked. A damaged file of this cache is replaced.
 
     Raises:
         IntegrityError: it is missing there, or its bytes are not those of its name.
     """
-    if _is_here(files, other, name):
+    if files.refresh_intact(name):
         return
     with files.temporary() as path:
         linked = False

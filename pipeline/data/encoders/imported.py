@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ def _array(data: bytes, header_only: bool) -> np.ndarray:
         raise LatentReject(f"has {len(data):,} bytes, too many for a latent")
     try:
         if data.startswith(b"\x93NUMPY"):
-            array = np.load(io.BytesIO(data), allow_pickle=False)
+            array = _npy(data)
         else:
             array = _tensor(data)
     except (ValueError, EOFError, OSError, SyntaxError) as error:
@@ -66,6 +67,20 @@ def _array(data: bytes, header_only: bool) -> np.ndarray:
     if array.ndim != 3 or not all(array.shape) or array.dtype.kind != "f":
         raise LatentReject(f"is no latent (channels, height, width) of floats: {array.dtype} {array.shape}")
     return array
+
+
+def _npy(data: bytes) -> np.ndarray:
+    """The array of a `.npy` file. Nothing is allocated for a header that states more than the file has."""
+    stream = io.BytesIO(data)
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(stream)
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects, which can run code when they are read")
+    stated, there = math.prod(shape) * dtype.itemsize, len(data) - stream.tell()
+    if stated != there:
+        raise ValueError(f"its header states {stated} bytes of values, and it has {there}")
+    return np.frombuffer(data, dtype, offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
 
 
 def _tensor(data: bytes) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Transfer a snapshot with its shards to another cache, which needs neither pictures nor the first cache then.
 
 The other cache is an ordinary one: what is there already is not sent again, a killed transfer is continued by the next,
-and the name appears last. Every file is compared with its digest when it is read and when it is stored; on a disk files
-that are there are read again, of objects the size is compared, since a store takes an object whole or not at all.
+and the name appears last. Every file is compared with its digest when it is read and when it is stored.
+Price: what is there already is read again for that comparison, from an object store, too.
 """
 
 from __future__ import annotations
