@@ -56,6 +56,7 @@ def test_the_links_are_the_package_as_it_is_installed(tmp_path: Path) -> None:
         command, env={"PYTHONPATH": str(package.parent)}, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["pipeline/data", "stages"]
+    assert (package / "__pycache__").is_dir() and link(tmp_path) == package.parent, "what imports wrote is no link"
 
 
 def test_the_image_copies_what_there_is(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def link(root: Path = ROOT) -> Path:
             work.symlink_to(path)
             work.replace(made)
     for made in package.iterdir():
-        if made.name not in wanted and not made.name.startswith("."):
+        if made.is_symlink() and made.name not in wanted and not made.name.startswith("."):
             made.unlink()
     return package.parent
 
