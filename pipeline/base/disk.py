@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shlex
 import shutil
+import stat
 import sys
 import tempfile
 import uuid
@@ -80,22 +82,35 @@ def mapped(descriptor: int) -> pa.Buffer:
 
 
 @contextmanager
-def cache_errors(path: Path) -> Iterator[None]:
-    """Raise OSErrors of a write to `path` as `NoSpaceError` or `CacheError`, with the fix; FileExistsError as it is."""
+def cache_errors(path: Path, top: Path | None = None) -> Iterator[None]:
+    """Raise OSErrors of a write to `path` as `NoSpaceError` or `CacheError`, with the fix; FileExistsError as it is.
+
+    top: the cache's folder, for the fix.
+    """
     try:
         yield
     except FileExistsError:
         raise
     except OSError as error:
+        closed = next((folder for folder in path.absolute().parents if folder.is_dir()), path)
+        grant = f"chmod {'-R ' if top else ''}g+ws {shlex.quote(str(top or closed))}, as its owner or root, for a user"
+        grant += " of its group"
         fixes = {
             errno.EROFS: "make the cache writable",
-            errno.EACCES: "give this user write permission to the cache",
-            errno.EPERM: "give this user write permission to the cache",
+            errno.EACCES: grant,
+            errno.EPERM: grant,
             errno.ENOTDIR: "mount the disk that the link points to, or --set cache=DIR, a folder",
         }
         what = f"{path}: cannot be written"
         known = machine_error(error, what, "run the same command again: it continues")
-        raise known or CacheError(f"{what}: {error.strerror}", fix=fixes.get(error.errno or 0)) from error
+        found = _permissions(closed) if error.errno in (errno.EACCES, errno.EPERM) else None
+        raise known or CacheError(f"{what}: {error.strerror}", found=found, fix=fixes.get(error.errno or 0)) from error
+
+
+def _permissions(folder: Path) -> str:
+    """The permissions of a folder: `/cache/tmp is drwxr-xr-x of user 1000, group 100`."""
+    status = folder.stat()
+    return f"{folder} is {stat.filemode(status.st_mode)} of user {status.st_uid}, group {status.st_gid}"
 
 
 def is_out_of_resources(error: BaseException | None) -> bool:
@@ -145,10 +160,11 @@ def free_at(folder: Path) -> int:
 
 
 @contextmanager
-def temporary_in(folder: Path) -> Iterator[Path]:
-    """An unused path in a folder (made if need be); the file is removed at the end if it is still there."""
-    with cache_errors(folder):
-        make_folder(folder)
+def temporary_in(folder: Path, top: Path | None = None) -> Iterator[Path]:
+    """An unused path in a folder (made if need be, see `make_folder`); the file is removed at the end if it is still
+    there."""
+    with cache_errors(folder, top):
+        make_folder(folder, top)
     path = folder / f"{process_identity.name_prefix()}-{uuid.uuid4().hex}"
     try:
         yield path
@@ -216,16 +232,35 @@ def replacing(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[
         work.unlink(missing_ok=True)
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and its parents, durably: they survive a loss of power."""
+def make_folder(path: Path, top: Path | None = None) -> None:
+    """Make a folder and its parents, durably: they survive a loss of power. What is made below `top` gets its group's
+    permissions, see `share`."""
     if not path.is_dir():
-        make_folder(path.parent)
+        make_folder(path.parent, top)
         try:
             path.mkdir(exist_ok=True)
         except FileExistsError:
             problem = f"{path} is a file, or a link to a folder that is missing"
             raise NotADirectoryError(errno.ENOTDIR, problem) from None
+        if top is not None and top in path.parents:
+            share(path, top)
         sync_path(path.parent)
+
+
+def share(path: Path, top: Path) -> None:
+    """Give the group of a new file or folder the permissions that it has on the folder `top`, whatever the umask says.
+
+    Users of one group then write into one cache. A file that has other names stays as it is: another cache has it, too.
+    """
+    # The folder of a cache is drwxrwsr-x of group lab. With umask 022, mkdir makes drwxr-sr-x below it (the kernel
+    # hands s and the group on), and a file is -rw-r--r--; here they become drwxrwsr-x and -rw-rw-r--.
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        bits = stat.S_ISGID | stat.S_IRWXG
+    else:
+        bits = stat.S_IRGRP | stat.S_IWGRP if status.st_nlink == 1 else 0
+    if missing := top.stat().st_mode & bits & ~status.st_mode:
+        path.chmod(stat.S_IMODE(status.st_mode) | missing)
 
 
 def write_synced(path: Path, data: bytes) -> None:

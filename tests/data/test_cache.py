@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -45,6 +46,7 @@ from tests.support.synthetic import add, config, pictures
 LATENT = LatentEncoding(weights="w", compression=8, channels=4)
 TEXT = TextEncoding(weights="w", width=6)
 ROOT = Path(__file__).parents[2]
+GROUP = 54321
 
 
 def bits(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -376,7 +378,55 @@ def test_a_read_only_cache_is_an_error_for_people(tmp_path: Path, bound_by_permi
     put = [sys.executable, "-c", script, str(tmp_path / "c")]
     done = subprocess.run(put, cwd=ROOT, preexec_fn=bound_by_permissions, capture_output=True, text=True)
     assert "CacheError" in done.stderr and "cannot be written" in done.stderr
+    assert f"found:    {tmp_path / 'c'} is dr-xr-xr-x of user " in done.stderr
+    assert f"fix:      chmod -R g+ws {tmp_path / 'c'}, as its owner" in done.stderr
     assert not cache.files.exists("x")
+
+
+@pytest.mark.parametrize("mode", [0o2775, 0o770, 0o700])
+def test_the_group_may_do_with_a_file_what_it_may_with_the_cache(mode: int, tmp_path: Path) -> None:
+    top = tmp_path / "cache"
+    top.mkdir()
+    top.chmod(mode)
+    before = os.umask(0o077)
+    try:
+        cache = add(config(top), "s", pictures(3))
+        cache.files.replace("x", b"y")
+    finally:
+        os.umask(before)
+    for path in top.rglob("*"):
+        wanted = mode & (0o2070 if path.is_dir() else 0o060)
+        assert path.stat().st_mode & 0o2070 == wanted, path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+def test_users_of_one_group_write_into_one_cache() -> None:
+    """Whatever their umask: each publishes, refreshes, replaces and removes what the other made."""
+
+    def writes(top: Path, user: int, other: int) -> None:
+        os.umask(0o077)
+        os.setgroups([])
+        os.setresgid(GROUP, GROUP, GROUP)
+        os.setresuid(user, user, user)
+        files, theirs = Files(str(top)), f"units/{other}"
+        assert files.put(f"units/{user}", b"1") and files.put_content(b"both", "tables", "x")
+        if files.has_file(theirs):
+            assert files.store.refresh(theirs)
+            files.replace(theirs, b"2")
+            assert files.store.remove(theirs)
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        top = Path(folder, "cache")
+        top.mkdir()
+        os.chown(top, GROUP + 1, GROUP)
+        top.chmod(0o2775)
+        for user, other in ((GROUP + 1, GROUP + 2), (GROUP + 2, GROUP + 1)):
+            process = multiprocessing.get_context("fork").Process(target=writes, args=(top, user, other))
+            process.start()
+            process.join()
+            assert process.exitcode == 0
+        assert not (top / "units" / str(GROUP + 1)).exists() and (top / "units" / str(GROUP + 2)).exists()
 
 
 def test_gaps_in_numbered_documents_are_noticed(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_permission_lost_in_mid_run_is_an_error_for_people_and_continues(
     allow(cache, 0o555)
     try:
         process.send_signal(signal.SIGCONT)
-        refused(process, 3, "give this user write permission to the cache")
+        refused(process, 3, f"g+ws {cache}")
     finally:
         allow(cache, 0o755)
     result = files(cache)

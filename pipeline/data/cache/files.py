@@ -256,7 +256,7 @@ class Files:
 
     def temporary(self) -> AbstractContextManager[Path]:
         """An unused path under `tmp/`; the file is removed at the end if it is still there."""
-        return disk.temporary_in(self.store.local / "tmp")
+        return disk.temporary_in(self.store.local / "tmp", self.store.local)
 
     def put(self, name: str, data: bytes) -> bool:
         """Publish bytes under a name that is not taken. Returns False if it is.

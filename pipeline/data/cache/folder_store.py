@@ -2,7 +2,8 @@
 
 A file is written under `tmp/`, synced, read back from the disk and compared, then published by a hard link, which fails
 if the name is taken: put-if-absent on local disks and NFS. A process killed at any instant leaves the old state or the
-new state, plus an invisible file in `tmp/`. A file system without hard links is refused with a message.
+new state, plus an invisible file in `tmp/`. A file system without hard links is refused with a message. The group of a
+new file or folder may do what it may with the cache's folder (`disk.share`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class FolderStore:
         return str(self.path(name))
 
     def _temporary(self) -> AbstractContextManager[Path]:
-        return disk.temporary_in(self.root / "tmp")
+        return disk.temporary_in(self.root / "tmp", self.root)
 
     # ------------------------------------------------------------ writing
 
@@ -53,8 +54,9 @@ class FolderStore:
                 disk.check_digest(path, layout.content_digest(data))
                 return self.create(name, path)
         target = self.path(name)
-        with cache_errors(target):
-            make_folder(target.parent)
+        with cache_errors(target, self.root):
+            make_folder(target.parent, self.root)
+            disk.share(data, self.root)
             try:
                 os.link(data, target)
             except FileExistsError:
@@ -76,19 +78,20 @@ class FolderStore:
                 self.replace(name, path)
             return
         target = self.path(name)
-        with cache_errors(target):
-            make_folder(target.parent)
+        with cache_errors(target, self.root):
+            make_folder(target.parent, self.root)
+            disk.share(data, self.root)
             os.replace(data, target)
             disk.sync_path(target.parent)
 
     def move(self, name: str, to: str) -> None:
-        with cache_errors(self.path(to)):
-            make_folder(self.path(to).parent)
+        with cache_errors(self.path(to), self.root):
+            make_folder(self.path(to).parent, self.root)
             os.replace(self.path(name), self.path(to))
 
     def refresh(self, name: str) -> bool:
         path = self.path(name)
-        with cache_errors(path):
+        with cache_errors(path, self.root):
             try:
                 os.utime(path)
             except FileNotFoundError:
@@ -111,7 +114,7 @@ class FolderStore:
 
     def remove(self, name: str, before: float | None = None) -> bool:
         path = self.path(name)
-        with cache_errors(path):
+        with cache_errors(path, self.root):
             if before is not None:
                 try:
                     with open(path, "rb") as file:  # opening it on NFS gets the server's time, not a cached time

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from sana_pipe.base import counters
-from sana_pipe.base.disk import Handle, cache_errors, digest_of, free_at, temporary_in
+from sana_pipe.base.disk import Handle, cache_errors, digest_of, free_at, make_folder, share, temporary_in
 from sana_pipe.base.errors import CacheError, NoSpaceError
 from sana_pipe.data.cache.store import Store
 
@@ -87,7 +87,8 @@ class Mirror:
                 with cache_errors(path):
                     handle = Handle(os.open(path, os.O_RDONLY))
                     if digest_of(handle) == last.stem:
-                        copy.parent.mkdir(parents=True, exist_ok=True)
+                        make_folder(copy.parent, self.root)
+                        share(path, self.root)
                         os.replace(path, copy)
                         self._mark(copy, handle)
             return handle
@@ -136,9 +137,10 @@ class Mirror:
             if mark.exists() and mark.read_text() == identity:
                 os.utime(mark)
                 return
-            mark.parent.mkdir(exist_ok=True)
+            make_folder(mark.parent, self.root)
             with self.temporary() as path:
                 path.write_text(identity)
+                share(path, self.root)
                 os.replace(path, mark)
 
     def _is_marked(self, copy: Path, handle: Handle) -> bool:
@@ -167,7 +169,7 @@ class Mirror:
 
     def temporary(self) -> AbstractContextManager[Path]:
         """An unused path; the file is removed at the end if it is still there."""
-        return temporary_in(self.root / "tmp")
+        return temporary_in(self.root / "tmp", self.root)
 
     @property
     def room(self) -> int:
@@ -225,9 +227,12 @@ class Mirror:
     def _locked(self, digest: str) -> Iterator[None]:
         """Exclusive per lock file among threads and processes; the kernel releases the lock of a process that dies."""
         folder = self.root / "locks"
-        with cache_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder / digest[:2], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = folder / digest[:2]
+        with cache_errors(lock, self.root):
+            make_folder(folder, self.root)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if os.fstat(descriptor).st_uid == os.geteuid():
+                share(lock, self.root)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sana_pipe.base.disk import make_folder
 from sana_pipe.base.metrics.rows import Rows
 from sana_pipe.base.metrics.textfile import Textfile, store_counts
 from sana_pipe.base.processes import beating
@@ -124,7 +125,7 @@ class ProgressRows:
         if self._rows is None and not self._failed:
             name = f"encode-{self._facts['run']}-{self._facts['node']}-{self._facts['task']}"
             try:
-                self._folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self._folder, self._folder.parent)
                 self._rows = Rows(self._folder / f"{name}.jsonl", self._log)
             except OSError as error:
                 self._failed = True
