@@ -23,7 +23,8 @@ import sana_pipe.stages.bucket
 import sana_pipe.stages.encode
 import sana_pipe.stages.status
 import sana_pipe.stages.train
-from sana_pipe.base import counters, processes, retrying
+from sana_pipe import __version__
+from sana_pipe.base import counters, disk, processes, retrying
 from sana_pipe.base.errors import AwayError, CacheError
 from sana_pipe.base.metrics import rows, textfile
 from sana_pipe.base.metrics.textfile import Textfile
@@ -68,7 +69,14 @@ def textfiles(folder: Path) -> dict[str, dict[prometheus.Series, float]]:
 def done(photos: Path, make_config: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Photographs that were encoded, and three steps of training on them."""
     folder = tmp_path_factory.mktemp("metrics")
-    train = ("train.steps=3", "train.log_every=1", "train.device=cpu", "train.trackers=[]", "train.compile=none")
+    train = (
+        "train.steps=3",
+        "train.save_every=1",
+        "train.log_every=1",
+        "train.device=cpu",
+        "train.trackers=[]",
+        "train.compile=none",
+    )
     config = make_config(folder, *CPU, *train, f"metrics.textfile={folder / 'prom/node'}")
     sana_pipe.stages.encode.run(config, data=str(photos))
     sana_pipe.stages.bucket.run(config)
@@ -88,9 +96,12 @@ def test_encode_and_train_write_the_same_metrics(done: Config) -> None:
     both = images[-1].keys() & trained[-1].keys()
     assert both == {
         *("samples", "images_per_s", "tokens_per_s", "left", "left_s", "bytes", "data_wait", "data_wait_s"),
-        *("requests", "request_s", "retries", "store_wait_s", "evictions", "seconds", "time"),
+        *("requests", "request_s", "retries", "store_wait_s", "evictions", "seconds", "time", "free_bytes"),
     }
+    saved = max(path.stat().st_mtime for path in Path(done.train.output).glob("checkpoints/*/checkpoint.json"))
+    assert trained[0]["checkpoint_at"] is None and 0 <= saved - trained[-1]["checkpoint_at"] < 60
     for row in (*encoded, *trained):
+        assert row["free_bytes"] == pytest.approx(disk.free_at(Path(done.cache)), rel=0.5)
         assert 0 <= row["data_wait"] <= 1 and row["bytes"] > 0 and row["time"].endswith("+00:00")
     shards = [path.stat().st_size for path in Path(done.cache).glob("shards/latent-*/**/*.tar")]
     assert images[-1]["bytes"] == sum(shards) and images[-1]["left"] == 0 == images[-1]["left_s"]
@@ -109,7 +120,7 @@ def test_textfiles_have_the_values_of_the_last_rows(done: Config) -> None:
     encode, train = found.values()
     names = {family.name for key, family in textfile.FAMILIES.items() if not family.live}
     shared = {name for name, _ in encode} & {name for name, _ in train}
-    assert {f"sana_pipe_{name}" for name in names - {"step", "rejects_total"}} <= shared
+    assert {f"sana_pipe_{name}" for name in names - {"step", "rejects_total", "checkpoint_timestamp_seconds"}} <= shared
     [encoded] = written(done.cache).values()
     trained = metrics.read(Path(done.train.output) / "metrics.jsonl")
     last = {(row["stage"], row["noun"]): row for row in encoded} | {("train", "images"): trained[-1]}
@@ -120,7 +131,7 @@ def test_textfiles_have_the_values_of_the_last_rows(done: Config) -> None:
             assert total(values, f"sana_pipe_{textfile.FAMILIES[key].name}", **labels) == row[key], key
     assert total(train, "sana_pipe_left", noun="steps") == 0 and total(train, "sana_pipe_step", run=run) == 3
     for values in found.values():
-        assert total(values, "sana_pipe_running") == 0
+        assert total(values, "sana_pipe_running") == 0 and total(values, "sana_pipe_info", version=__version__) == 1
         assert not any("_per_second" in name for name, _ in values), "a process that has ended has no rate"
 
 
@@ -322,7 +333,7 @@ def test_the_page_names_every_metric() -> None:
     table = page.partition("## Names")[2].partition("## Prometheus")[0]
     cells = ["".join(line.split("|")[1:3]) for line in table.splitlines() if "|" in line]
     names = set(re.findall(r"`([a-z_]+)`", "".join(cells)))
-    assert {family.name for family in (*textfile.FAMILIES.values(), textfile.RUNNING)} <= names
+    assert {family.name for family in (*textfile.FAMILIES.values(), textfile.RUNNING, textfile.INFO)} <= names
     assert textfile.FAMILIES.keys() - {"per_s"} <= names
 
 

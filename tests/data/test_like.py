@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ import pytest
 from click.testing import CliRunner
 
 import sana_pipe.stages.bucket
+import sana_pipe.stages.inspect
+import sana_pipe.stages.snapshots
+from sana_pipe import __version__
 from sana_pipe.base.errors import CacheError, UserError
 from sana_pipe.cli import cli
 from sana_pipe.config import Config
 from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.layout import Paths
 from sana_pipe.data.snapshots.config import BucketConfig
 from sana_pipe.data.snapshots.inputs import PLACES
 from sana_pipe.data.snapshots.repeating import Rules
@@ -182,3 +187,21 @@ def test_a_source_that_is_gone_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     again = report(both, capsys, like="one")
     assert again["content"] == Cache(tmp_path / "here").open_snapshot(first).head.content_id
     assert again["like"] | {"same_content": True, "added": 0, "removed": 0, "changed": 0} == again["like"]
+
+
+def test_a_snapshot_says_since_when_it_has_a_name(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of its names the first; the time is no part of its id."""
+    of, cache = config(root), Cache(root)
+    first = sana_pipe.stages.bucket.run(of, name="one")
+    named = cache.first_named(first)
+    assert named is not None and named["version"] == __version__
+    age = datetime.now(UTC) - datetime.fromisoformat(named["at"])
+    assert timedelta(seconds=-1) < age < timedelta(minutes=10)
+    later = {"name": "two", "snapshot": first, "by": "9", "at": "2999-01-01T00:00:00+00:00"}
+    cache.append(Paths.names("two"), later)
+    assert cache.first_named(first) == named and sana_pipe.stages.bucket.run(of) == first
+    capsys.readouterr()
+    sana_pipe.stages.snapshots.show(of, "two")
+    sana_pipe.stages.inspect.run(of)
+    shown = capsys.readouterr().out
+    assert f"named here first: {named['at']}, by sana-pipe {__version__}" in shown and f"since {named['at']}" in shown

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from sana_pipe import __version__
 from sana_pipe.base import counters
 from sana_pipe.base.disk import make_folder, replacing
 from sana_pipe.base.processes import beating
@@ -56,12 +57,15 @@ FAMILIES = {
     "grad_norm": Family("gradient_norm", "gauge", "Gradient norm before clipping, mean since the last row.", live=True),
     "lr": Family("learning_rate", "gauge", "Learning rate.", live=True),
     "mfu": Family("mfu_ratio", "gauge", "Model FLOPs per second over the devices' peak.", live=True),
+    "checkpoint_at": Family("checkpoint_timestamp_seconds", "gauge", "When the last checkpoint was complete."),
+    "free_bytes": Family("free_bytes", "gauge", "Free bytes of the disk of the run, or of the cache or its mirror."),
 }
 """Families by the name in a row. `per_s` stands for `images_per_s` and `captions_per_s`; `rejects` holds counts by
 reason."""
-_OF_RUN = ("step", "loss", "grad_norm", "lr", "mfu")
+_OF_RUN = ("step", "loss", "grad_norm", "lr", "mfu", "checkpoint_at")
 """Values that have no label `noun`."""
 RUNNING = Family("running", "gauge", "1 while the process runs, 0 after it ended by itself.")
+INFO = Family("info", "gauge", "1; the label is the version of sana-pipe.")
 _STORE_COUNTS = ("requests", "request_s", "retries", "store_wait_s", "evictions")
 
 
@@ -131,6 +135,7 @@ class Textfile:
 
     def _text(self, running: bool) -> str:
         lines = _family(RUNNING, [(self._labels, int(running))])
+        lines += _family(INFO, [({**self._labels, "version": __version__}, 1)])
         counts = store_counts()
         for key, family in FAMILIES.items():
             if family.live and not running:

@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from sana_pipe import __version__
 from sana_pipe.base.errors import CacheError, IntegrityError, UserError
 from sana_pipe.base.retrying import PATIENCE_S
+from sana_pipe.base.software import utc_now
 from sana_pipe.base.urls import strip_credentials
 from sana_pipe.data.cache import copies, index, layout
 from sana_pipe.data.cache.arrow import parquet_batches, write_parquet
@@ -476,7 +478,8 @@ class Cache:
             where = Paths.snapshot(snapshot_id)
             if not self.files.refresh(where) and not copies.repair(self.files, where):
                 raise IntegrityError(f"{self.files.where(where)}: is missing", fix="sana-pipe bucket")
-            self.append(Paths.names(name), {"name": name, "snapshot": snapshot_id})
+            body = {"name": name, "snapshot": snapshot_id, "at": utc_now(), "by": __version__}
+            self.append(Paths.names(name), body)
 
     def keep(self, snapshot_id: str, run: str = "", host: str = "") -> None:
         """Name a snapshot that is being trained on `trained-ID`, so that `gc` spares it until the name is forgotten.
@@ -535,6 +538,15 @@ class Cache:
         numbers = self.files.numbers(Paths.names(name))
         documents = self.files.documents([Paths.numbered(Paths.names(name), number) for number in numbers])
         return [body["snapshot"] for body in documents if body["snapshot"] is not None]
+
+    def first_named(self, snapshot_id: str) -> dict[str, str] | None:
+        """Return the time of a snapshot's first name in this cache, `at` (UTC, ISO 8601), and the `version` of
+        sana-pipe that gave it. None: an earlier version did, or its names were forgotten."""
+        paths = [Paths.names(name) for name in self.files.folders("names")]
+        numbered = [Paths.numbered(path, number) for path in paths for number in self.files.numbers(path)]
+        given = [body for body in self.files.documents(numbered) if body["snapshot"] == snapshot_id and "at" in body]
+        first = min(given, key=lambda body: body["at"], default=None)
+        return None if first is None else {"at": first["at"], "version": first["by"]}
 
     def snapshot_names(self) -> list[str]:
         """The names that point to a snapshot, and those whose documents are damaged."""

@@ -31,16 +31,17 @@ def read_options(cache: Cache, head: Head) -> dict[str, dict[str, Any]]:
 
 
 def described(cache: Cache, snapshot: Snapshot) -> dict[str, Any]:
-    """Collect how a snapshot was made: `id`, `content`, `names`, `parent`, `samples`, `packed`, `options` of `bucket`
-    and `data` that were not the defaults, `policies`, `buckets`, `encodings`, `sources` (the digest of the scan, and
-    the options that its captions and pictures were read with), `left_out` (reason -> items), and `command`, which makes
-    it again."""
+    """Collect how a snapshot was made: `id`, `content`, `names`, `named` (`Cache.first_named`), `parent`, `samples`,
+    `packed`, `options` of `bucket` and `data` that were not the defaults, `policies`, `buckets`, `encodings`, `sources`
+    (the digest of the scan, and the options that its captions and pictures were read with), `left_out` (reason ->
+    items), and `command`, which makes it again."""
     head, names = snapshot.head, cache.names_of(snapshot.id)
     read = read_options(cache, head)
     return {
         "id": snapshot.id,
         "content": head.content_id,
         "names": names,
+        "named": cache.first_named(snapshot.id),
         "parent": head.parent,
         "samples": head.samples,
         "packed": head.folder is not None,
@@ -61,6 +62,8 @@ def lines(made: dict[str, Any]) -> Iterator[str]:
     named = f" ({', '.join(made['names'])})" if made["names"] else ""
     yield f"snapshot {made['id']}{named}"
     yield f"  content: {made['content'] or 'not known: an earlier version made it'}"
+    if made["named"]:
+        yield f"  named here first: {made['named']['at']}, by sana-pipe {made['named']['version']}"
     yield f"  parent: {made['parent'] or 'none'}"
     yield f"  {made['samples']} samples in {len(made['buckets'])} buckets{', packed' if made['packed'] else ''}"
     for name, source in made["sources"].items():

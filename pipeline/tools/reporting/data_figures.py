@@ -244,6 +244,7 @@ class SnapshotFigures:
     id: str
     content: str | None
     names: list[str]
+    named: dict[str, str] | None
     parent: str | None
     packed: bool
     samples: int
@@ -283,6 +284,7 @@ def snapshot_figures(cache: Cache, snapshot: Snapshot) -> SnapshotFigures:
         id=snapshot.id,
         content=head.content_id,
         names=_names(cache, snapshot.id),
+        named=cache.first_named(snapshot.id),
         parent=head.parent,
         packed=snapshot.packed,
         samples=len(snapshot),

@@ -100,7 +100,8 @@ def _compared(figures: Figures) -> Iterator[Markup]:
 
 def _snapshot(data: SnapshotFigures) -> Iterator[Block]:
     names = f" ({', '.join(data.names)})" if data.names else ""
-    yield f"Snapshot {data.id}{names}" + (f", content {data.content}" if data.content else "")
+    named = f", since {data.named['at']} by sana-pipe {data.named['version']}" if data.named else ""
+    yield f"Snapshot {data.id}{names}" + (f", content {data.content}" if data.content else "") + named
     yield (
         f"{data.samples:,} samples in {len(data.buckets)} buckets, {data.steps_per_epoch:,.2f} optimizer "
         "steps per epoch" + (", packed" if data.packed else "")

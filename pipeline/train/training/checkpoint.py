@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields
@@ -153,6 +154,9 @@ class Saver:
         log: prints a line for every published checkpoint, perhaps from another thread.
         lock: of the run directory; checked before each publication and removal.
         patience_s: how long a process waits for the others.
+
+    Attributes:
+        saved_at: when the last checkpoint of this process was complete, in seconds since 1970; None: none is.
     """
 
     def __init__(
@@ -174,6 +178,7 @@ class Saver:
         self._group = dist.new_group(backend="gloo", timeout=wait(patience_s)) if self._thread else None
         self._in_flight: Future[Path] | None = None
         self._copies: bool | None = None  # whether main memory holds them; None: not known yet
+        self.saved_at: float | None = None
 
     @property
     def failed(self) -> bool:
@@ -241,6 +246,7 @@ class Saver:
                 shutil.rmtree(work, ignore_errors=True)
             raise
         broadcast_from_rank_0(self.remove_old, self._group)
+        self.saved_at = time.time()
         self._log(f"saved {final}")
         return final
 

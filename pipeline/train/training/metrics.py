@@ -181,7 +181,7 @@ class Metrics:
 
 
 _OF_IMAGES = ("samples", "images_per_s", "tokens_per_s")
-_OF_STEPS = ("step", "left", "left_s", "loss", "grad_norm", "lr", "mfu")
+_OF_STEPS = ("step", "left", "left_s", "loss", "grad_norm", "lr", "mfu", "checkpoint_at", "free_bytes")
 
 
 def export(textfile: Textfile, process: dict[str, Any], row: dict[str, Any] | None = None) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from sana_pipe.base import retrying, software
-from sana_pipe.base.disk import replacing
+from sana_pipe.base.disk import free_at, replacing
 from sana_pipe.base.errors import UserError, printed_first, writing
 from sana_pipe.base.launch import Launch, set_tf32
 from sana_pipe.base.metrics.textfile import Textfile
@@ -273,6 +273,8 @@ class Loop:
             "bucket": list(outcome.bucket),
             "text_rows": batches[0].mask.shape[1],
             "seconds": time.perf_counter() - self.began,
+            "checkpoint_at": self.saver.saved_at,
+            "free_bytes": free_at(self.context.folder),
         }
         if self.step.scale.dynamic:
             values |= {"loss_scale": self.step.scale.value, "skipped_steps": self.step.scale.skipped}
