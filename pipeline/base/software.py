@@ -1,4 +1,4 @@
-"""Versions, time, machine and command: what rows and checkpoints say of the process that wrote them."""
+"""Versions, machine and command: what rows and checkpoints say of the process that wrote them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import platform
 import shlex
 import sys
 from contextlib import suppress
-from datetime import UTC, datetime
 from typing import Any
 
 from sana_pipe import __version__
@@ -24,11 +23,6 @@ def versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def utc_now() -> str:
-    """The time in UTC, in ISO 8601 to the second: `2026-01-31T12:00:00+00:00`."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def written_by(gpu: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from PIL import Image
 
 from sana_pipe.base.errors import UserError
 from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.layout import content_digest
 from sana_pipe.data.encoding import scan as scanning
 from sana_pipe.data.encoding import scan_rows
 from sana_pipe.data.encoding.fragments import Fragments
@@ -87,7 +88,8 @@ def test_tars_and_tables_without_captions(tmp_path: Path) -> None:
     make_tar(tmp_path / "x.tar", [("0.png", "p"), ("0.json", {"width": 3}), ("1.png", "p")])
     assert said(tmp_path / "x.tar", caption="folder") == ({"x.tar/0.png": {"x": 1.0}, "x.tar/1.png": {"x": 1.0}}, {})
     pq.write_table(pa.table({"image": [png()], "score": [1.0]}), tmp_path / "t.parquet")
-    assert said(tmp_path / "t.parquet", caption="all the same") == ({"t.parquet/000000000": {"all the same": 1.0}}, {})
+    name = f"t.parquet/{content_digest(png())}"
+    assert said(tmp_path / "t.parquet", caption="all the same") == ({name: {"all the same": 1.0}}, {})
     put(tmp_path, a_png="")
     (tmp_path / "l.jsonl").write_text('{"file_name": "a.png", "score": 1}\n')
     assert said(tmp_path / "l.jsonl", caption="filename") == ({"a.png": {"a": 1.0}}, {})

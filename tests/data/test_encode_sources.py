@@ -22,6 +22,7 @@ from sana_pipe.base.errors import RejectRateError, UserError
 from sana_pipe.config import Config
 from sana_pipe.data.cache import layout
 from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.shard import ShardReader
 from sana_pipe.data.encoders import vae as encoders
 from sana_pipe.data.encoders.text import TextEncoder
 from sana_pipe.data.encoding import plan as planning
@@ -29,6 +30,7 @@ from sana_pipe.data.encoding import scan as scanning
 from sana_pipe.data.encoding import unit_records
 from sana_pipe.data.encoding.fragments import Fragments
 from sana_pipe.data.signals.latent import LatentEncoding
+from sana_pipe.data.signals.text import TextEncoding
 from sana_pipe.data.sources.source import Place
 from sana_pipe.data.sources.tars import TarSource
 from tests.support.http_server import serve
@@ -394,3 +396,73 @@ def test_a_unit_of_remote_tars_is_read_by_one_request_a_tar(
     assert read == COUNT
     assert max(unit.count for unit in plan.units) > 2
     server.close()
+
+
+def named(config: Config) -> dict[str, tuple[str, int]]:
+    """Caption of each sample of the newest snapshot -> its item and sample id."""
+    made = Cache(config.cache).open_snapshot()
+    reader, result = ShardReader(made.files, made.encoding(TextEncoding).name), {}
+    for row in range(len(made)):
+        [caption] = made.captions(row, reader)
+        result[caption] = made.source_item(row)[1], made.sample(row).sample_id
+    return result
+
+
+@pytest.mark.parametrize("options", [(), ("data.key_field=id",)], ids=["content", "key_field"])
+def test_a_row_that_is_deleted_moved_or_added_renames_no_other(
+    options: tuple[str, ...], pictures: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Nothing is encoded again, and the samples that stay keep their ids and their order."""
+    rows = pq.read_table(pictures / "set.parquet").to_pylist()
+    rows = [{**row, "id": f"id {number}"} for number, row in enumerate(rows)]
+    data, config = tmp_path / "data", make_config(tmp_path, *options)
+    data.mkdir()
+
+    def put(*files: list[dict[str, Any]]) -> dict[str, Any]:
+        for number, content in enumerate(files):
+            pq.write_table(pa.Table.from_pylist(content), data / f"{number}.parquet", row_group_size=2)
+        done = sana_pipe.stages.encode.run(config, str(data))
+        sana_pipe.stages.bucket.run(config)
+        return done
+
+    assert put(rows[:5], rows[5:7])["images"] == 7
+    first = named(config)
+    assert put([*rows[:2], *rows[3:5]], rows[5:7])["images"] == 0
+    second = named(config)
+    assert second == {text: name for text, name in first.items() if text != rows[2]["text"]}
+    assert put([*reversed([*rows[:2], *rows[3:5]]), rows[7]], rows[5:7])["images"] == 1
+    third = named(config)
+    assert {text: name for text, name in third.items() if text in second} == second and len(third) == 7
+    assert [text for text in third if text in second] == list(second), "the order of training"
+    if options:
+        assert third[rows[0]["text"]][0] == "id 0"
+        shutil.move(data / "1.parquet", data / "part-of-another-name.parquet")
+        assert sana_pipe.stages.encode.run(config, str(data))["images"] == 0
+        sana_pipe.stages.bucket.run(config)
+        assert named(config) == third, "names do not depend on the file"
+
+
+def test_names_of_rows_are_there_and_each_once(pictures: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    rows = pq.read_table(pictures / "set.parquet").to_pylist()
+    keys = ["a", "b", "", None, "c", "d", "e", "f"]
+    rows = [{**row, "id": key, "share": 0.5} for row, key in zip(rows, keys, strict=True)]
+    data = tmp_path / "data.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), data, row_group_size=3)
+
+    def run(*options: str) -> dict[str, Any]:
+        config = make_config(tmp_path, "encode.max_reject_rate=0.9", "data.key_field=id", *options)
+        return sana_pipe.stages.encode.run(config, str(data))
+
+    assert run()["images"] == COUNT - 2
+    with pytest.raises(UserError, match=naming("data.parquet", "'name'", "the columns", "'id'", "data.key_field")):
+        run("data.key_field=name")
+    with pytest.raises(RejectRateError, match=naming("'share'", "not text or a whole number")):
+        run("data.key_field=share", "encode.max_shrink=1", "encode.max_reject_rate=0.5")
+    rows[7]["id"] = "d"
+    pq.write_table(pa.Table.from_pylist(rows), data, row_group_size=3)
+    with pytest.raises(
+        UserError, match=naming("two items", "'d'", "data.parquet (1:2", "data.parquet (2:1", "key_field")
+    ):
+        run()
+    with pytest.raises(UserError, match=naming("data.key_field", "folder")):
+        sana_pipe.stages.encode.run(make_config(tmp_path / "of", "data.key_field=id"), str(pictures / "folder"))

@@ -69,7 +69,7 @@ def test_a_chunk_whose_own_name_is_not_utf8(tmp_path: Path) -> None:
     at = whole.rindex(b"file_name")  # the schema has it before
     (tmp_path / "a.parquet").write_bytes(whole[:at] + b"file\x80name" + whole[at + 9 :])
     items, rejects = listed(opened(tmp_path))
-    assert list(items) == ["a.parquet/000000000"] and not rejects
+    assert list(items) == ["a.parquet/a.png"] and not rejects
 
 
 NAME_NOT_UTF8 = (Path(__file__).parents[1] / "files" / "name-not-utf8.parquet").read_bytes()

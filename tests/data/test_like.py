@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -197,8 +198,8 @@ def test_a_snapshot_says_since_when_it_has_a_name(root: Path, capsys: pytest.Cap
     assert named is not None and named["version"] == __version__
     age = datetime.now(UTC) - datetime.fromisoformat(named["at"])
     assert timedelta(seconds=-1) < age < timedelta(minutes=10)
-    later = {"name": "two", "snapshot": first, "by": "9", "at": "2999-01-01T00:00:00+00:00"}
-    cache.append(Paths.names("two"), later)
+    later = cache.append(Paths.names("two"), {"name": "two", "snapshot": first, "by": "9"})
+    os.utime(root / str(later), (4e9, 4e9))
     assert cache.first_named(first) == named and sana_pipe.stages.bucket.run(of) == first
     capsys.readouterr()
     sana_pipe.stages.snapshots.show(of, "two")

@@ -733,7 +733,7 @@ def test_what_a_folder_is_does_not_depend_on_its_place(place: str, s3: str, tmp_
         return "s3://bucket/placed" if place == "s3" else str(tmp_path)
 
     source = opened(put(files))
-    assert content(source) == {"metadata.parquet/000000000": (b"x", (("of the table", 1.0),))}
+    assert content(source) == {"metadata.parquet/pictures/0.jpg": (b"x", (("of the table", 1.0),))}
     assert source.ignored.examples == {".txt file": ["pictures/0.txt"]}
     put({"old/0.tar": b"x", "a.jpg?x=1": b"x"})
     with pytest.raises(UserError, match=naming("folder", "parquet", "old/0.tar")):

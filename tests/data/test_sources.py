@@ -28,6 +28,7 @@ import webdataset
 from sana_pipe.base import retrying
 from sana_pipe.base.errors import AwayError, UserError
 from sana_pipe.data.cache import scratch
+from sana_pipe.data.cache.layout import content_digest
 from sana_pipe.data.sources import caption_columns, detect, formats, metadata_files, tables
 from sana_pipe.data.sources.caption_columns import CaptionCandidate, CaptionRule
 from sana_pipe.data.sources.config import DataConfig
@@ -101,9 +102,9 @@ def test_parts_without_a_stamp_share_a_temporary_table(tmp_path: Path, monkeypat
     items.finish()
     assert len(made) == 1 and [one.count for one in ranges] == [2, 1, 2, 1]
     keys = [entry.key for one in ranges for entry in one.items()]
-    assert keys == [f"{name}.parquet/{row:09}" for name in "ab" for row in range(3)]
+    assert keys == [f"{name}.parquet/{name}.png{end}" for name in "ab" for end in ("", "-2", "-3")]
     [first, *_] = ranges[2].items()
-    assert isinstance(first, Item) and first.place == Place("b.parquet/000000000", "b.parquet", "=b.png")
+    assert isinstance(first, Item) and first.place == Place("b.parquet/b.png", "b.parquet", "=b.png")
     assert first.captions == (("a caption", 1.0),) and first.meta == {"day": date(2026, 1, 1)}
     before = ranges[0].identity(ranges[0].look())
     os.utime(tmp_path / "a.png", ns=(0, 0))
@@ -550,19 +551,23 @@ def hf_table(count: int = 10) -> pa.Table:
     )
 
 
+def row_name(file: str, picture: bytes) -> str:
+    return f"{file}/{content_digest(picture)}"
+
+
 def test_parquet_with_image_structs(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     pq.write_table(hf_table(), tmp_path / "data" / "train-00000-of-00001.parquet", row_group_size=3)
     source = opened(tmp_path)
     items, rejects = listed(source)
     assert not rejects
-    key = "data/train-00000-of-00001.parquet/000000004"
+    key = row_name("data/train-00000-of-00001.parquet", b"picture 4")
     assert items[key].captions == (("caption 4", 1.0),)
     assert items[key].meta == {"label": 4, "path": "4.jpg"}
     later = opened(tmp_path)
     for key in random.Random(0).sample(sorted(items), len(items)):
         place = items[key].place
-        assert later.read(place) == b"picture %d" % int(key[-9:])
+        assert later.read(place) == b"picture %d" % items[key].meta["label"]
         assert later.stat(place) == source.stat(place)
         assert later.head(place, 4)[:4] == b"pict"
 
@@ -590,9 +595,9 @@ def test_parquet_columns_of_bytes_and_bad_rows(tmp_path: Path) -> None:
     source = opened(tmp_path / "t.parquet", caption_field="caption")
     items, rejects = listed(source)
     assert {key: item.captions for key, item in items.items()} == {
-        "t.parquet/000000000": (("the one", 0.5), ("the two", 0.5))
+        row_name("t.parquet", b"a"): (("the one", 0.5), ("the two", 0.5))
     }
-    assert "thumb" not in items["t.parquet/000000000"].meta
+    assert "thumb" not in items[row_name("t.parquet", b"a")].meta
     assert rejects == {
         "t.parquet/000000001": "has no picture",
         "t.parquet/000000002": "has no usable caption: its row has an empty 'caption'",
@@ -619,9 +624,9 @@ def test_parquet_of_names_reads_files_and_refuses_hostile_ones(tmp_path: Path) -
     pq.write_table(pa.table({"file_name": names, "text": ["said"] * 6}), tmp_path / "pictures" / "t.parquet")
     source = opened(tmp_path / "pictures", format="parquet")
     items, rejects = listed(source)
-    assert source.read(items["t.parquet/000000000"].place) == b"A"
+    assert source.read(items["t.parquet/a.png"].place) == b"A"
     assert set(rejects) == {f"t.parquet/{n:09d}" for n in (1, 2, 3)}
-    for key, reason in (("t.parquet/000000004", "leads out"), ("t.parquet/000000005", "No such file")):
+    for key, reason in (("t.parquet/out.png", "leads out"), ("t.parquet/gone.png", "No such file")):
         assert key in items
         with pytest.raises(Unreadable, match=reason):
             source.stat(items[key].place)
@@ -663,7 +668,7 @@ def not_utf8(texts: list[bytes]) -> pa.Array:
 def test_a_value_that_cannot_be_read_costs_its_row_alone(tmp_path: Path, column: pa.Array, named: str) -> None:
     pq.write_table(hf_table(3).append_column("odd", column), tmp_path / "t.parquet")
     items, rejects = listed(opened(tmp_path))
-    assert list(items) == ["t.parquet/000000000", "t.parquet/000000002"]
+    assert list(items) == [row_name("t.parquet", b"picture %d" % number) for number in (0, 2)]
     assert set(rejects) == {"t.parquet/000000001"}
     assert "'odd'" in rejects["t.parquet/000000001"] and named in rejects["t.parquet/000000001"]
 
@@ -681,7 +686,7 @@ def test_pictures_captions_and_columns_that_cannot_be_read(tmp_path: Path) -> No
     names = not_utf8([b"a.png", b"\xff.png", b"c.png"])
     pq.write_table(pa.table({"file_name": names, "text": not_utf8([b"one", b"two", b"\xff"])}), tmp_path / "t.parquet")
     items, rejects = listed(opened(tmp_path / "t.parquet"))
-    assert list(items) == ["t.parquet/000000000"]
+    assert list(items) == ["t.parquet/a.png"]
     assert "'file_name'" in rejects["t.parquet/000000001"] and "'text'" in rejects["t.parquet/000000002"]
     twice = pa.table([pa.array([b"a"]), pa.array(["x"]), pa.array(["y"])], names=["jpg", "text", "text"])
     pq.write_table(twice, tmp_path / "t.parquet")
@@ -693,7 +698,7 @@ def test_few_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tables, "GROUP_BYTES", 1)
     pq.write_table(hf_table(12), tmp_path / "a.parquet", row_group_size=2)
     source = opened(tmp_path / "a.parquet")
-    items = list(listed(source)[0].values())
+    items = sorted(listed(source)[0].values(), key=lambda item: item.meta["label"])
     assert [source.read(item.place) for item in reversed(items)] == [b"picture %d" % n for n in reversed(range(12))]
     assert isinstance(source, tables.ParquetSource)
     assert len(source._groups) == 1

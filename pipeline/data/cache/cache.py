@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ import pyarrow as pa
 from sana_pipe import __version__
 from sana_pipe.base.errors import CacheError, IntegrityError, UserError
 from sana_pipe.base.retrying import PATIENCE_S
-from sana_pipe.base.software import utc_now
 from sana_pipe.base.urls import strip_credentials
 from sana_pipe.data.cache import copies, index, layout
 from sana_pipe.data.cache.arrow import parquet_batches, write_parquet
@@ -478,7 +478,7 @@ class Cache:
             where = Paths.snapshot(snapshot_id)
             if not self.files.refresh(where) and not copies.repair(self.files, where):
                 raise IntegrityError(f"{self.files.where(where)}: is missing", fix="sana-pipe bucket")
-            body = {"name": name, "snapshot": snapshot_id, "at": utc_now(), "by": __version__}
+            body = {"name": name, "snapshot": snapshot_id, "by": __version__}
             self.append(Paths.names(name), body)
 
     def keep(self, snapshot_id: str, run: str = "", host: str = "") -> None:
@@ -541,12 +541,20 @@ class Cache:
 
     def first_named(self, snapshot_id: str) -> dict[str, str] | None:
         """Return the time of a snapshot's first name in this cache, `at` (UTC, ISO 8601), and the `version` of
-        sana-pipe that gave it. None: an earlier version did, or its names were forgotten."""
-        paths = [Paths.names(name) for name in self.files.folders("names")]
-        numbered = [Paths.numbered(path, number) for path in paths for number in self.files.numbers(path)]
-        given = [body for body in self.files.documents(numbered) if body["snapshot"] == snapshot_id and "at" in body]
-        first = min(given, key=lambda body: body["at"], default=None)
-        return None if first is None else {"at": first["at"], "version": first["by"]}
+        sana-pipe that gave it. None: an earlier version did, or its names were forgotten.
+
+        The time is that of the document's file: equal work leaves equal bytes.
+        """
+        entries = [entry for entry in self.files.walk("names") if layout.is_document(entry.name)]
+        bodies = self.files.documents([entry.name for entry in entries])
+        pairs = zip(entries, bodies, strict=True)
+        given = [
+            (entry.modified, body["by"]) for entry, body in pairs if body["snapshot"] == snapshot_id and "by" in body
+        ]
+        if not given:
+            return None
+        modified, version = min(given)
+        return {"at": datetime.fromtimestamp(modified, UTC).isoformat(timespec="seconds"), "version": version}
 
     def snapshot_names(self) -> list[str]:
         """The names that point to a snapshot, and those whose documents are damaged."""

@@ -36,6 +36,7 @@ GROUPS = (
     ("tags",),
     ("image_field",),
     ("image_root",),
+    ("key_field",),
     ("pictures.control",),
     ("pictures.mask",),
     ("pictures.rejected",),

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sana_pipe.base.errors import UserError
+from sana_pipe.base.errors import UserError, escaped
 from sana_pipe.data.cache import arrow, layout
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.keys import binary, fixed, is_first, sample_ids
@@ -350,9 +350,20 @@ def check_unique(name: str, table: pa.Table, scratch: Scratch) -> None:
 
     for part in scratch.sorted_by_key(ids()):
         for at in np.flatnonzero(~is_first(fixed(part.column("key")))):
-            one, other = (table.column("item")[part.column("row")[i].as_py()].as_py() for i in (at - 1, at))
-            if one != other:
+            one, other = (table.slice(part.column("row")[i].as_py(), 1).to_pylist()[0] for i in (at - 1, at))
+            if one["item"] != other["item"]:
                 raise UserError(
-                    f"items {one!r} and {other!r} of source {name!r} have the same 64-bit sample id",
+                    f"items {one['item']!r} and {other['item']!r} of source {name!r} have the same 64-bit sample id",
                     fix="rename one of the two files",
                 )
+            raise UserError(
+                f"two items of source {name!r} are called {escaped(one['item'])!r}",
+                expected="each name once",
+                found=escaped(f"{_where(one)} and {_where(other)}"),
+                fix="--set data.key_field=COLUMN, another column, or null",
+            )
+
+
+def _where(row: dict[str, Any]) -> str:
+    """The file of a row of a scan, and the position in it."""
+    return f"{row['part']} ({row['where']})" if row["part"] else str(row["item"])

@@ -149,6 +149,9 @@ class DataConfig(Section):
     """The column of a table that holds the picture or its file name; null: chosen by type and name."""
     image_root: Location | None = None
     """The folder that a table's file names are relative to; null: the table's folder."""
+    key_field: str | None = None
+    """The column of parquet tables that names a row, such as `id`: text or whole numbers, each once in the source.
+    null: a row is named by its file and the digest of its picture."""
     pictures: ControlsAndMasks = ControlsAndMasks()
     """Control pictures, masks and rejected pictures of each sample."""
     background: tuple[Channel, Channel, Channel] = (255, 255, 255)

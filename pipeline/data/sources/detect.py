@@ -24,7 +24,7 @@ from typing import Any
 
 import braceexpand
 
-from sana_pipe.base.errors import UserError, alternatives, not_permitted
+from sana_pipe.base.errors import ConfigError, UserError, alternatives, not_permitted
 from sana_pipe.base.retrying import PATIENCE_S
 from sana_pipe.data.cache import connections
 from sana_pipe.data.cache.cache import as_source_name
@@ -104,6 +104,12 @@ def open_source(
     source.left_out = left_out
     source.controls_and_masks = controls_and_masks.wanted(config.pictures)
     controls_and_masks.check(source.controls_and_masks, source.paired_by, chosen.name)
+    if config.key_field is not None and not source.has_keys:
+        raise ConfigError(
+            f"data.key_field names the rows of parquet tables; {source.location} is of the format {chosen.name}, whose "
+            "pictures have the names of their files",
+            fix="--set data.key_field=null",
+        )
     source.named = filesystem.named if isinstance(filesystem, LocalFilesystem) else ()
     return source
 

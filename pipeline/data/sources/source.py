@@ -156,6 +156,7 @@ class Source(ABC):
     controls_and_masks: Sequence[ControlOrMask] = ()
     """The control pictures and masks of each item that a listing looks for."""
 
+    has_keys = False
     paired_by: frozenset[str] = frozenset()
     """The ways in which it can find them: names of fields of `ControlOrMask`."""
 
@@ -199,7 +200,8 @@ class Source(ABC):
 
     @abstractmethod
     def part(self, name: str) -> Iterator[Item | Reject]:
-        """The items of one part, in ascending order of their keys (by code point); rejects are among or before them.
+        """The items of one part, in ascending order of their keys (by code point), those of a table in the order of its
+        rows; rejects are among or before them.
 
         Raises:
             UserError: the source as a whole cannot be right (it does not exist, it holds no picture).

@@ -1,10 +1,10 @@
 """Tables of pictures: parquet files with image bytes or file names, and JSONL or CSV listings of files.
 
-Keys are `<file>/<row, nine digits>` for rows of a parquet file; for a listing the name of the picture, so that a
-listing and a folder give the same samples. Names are relative to `data.image_root`, else to the folder of the table, or
-URLs of objects of stores (`objects`). A table whose first name is a URL of a web server is refused (`web_tables`).
-Price: parquet is read by row group. Decoded row groups of up to `GROUP_BYTES` stay in memory; a row group above
-`MAX_GROUP_BYTES` is refused with the command that writes smaller ones.
+A row of a parquet file is named by `data.key_field`, else `<file>/<digest of the picture, or its name>`, never by its
+position: a row that is deleted or moved in its file renames no other. Rows of a listing have the names of the pictures,
+so that a listing and a folder give the same samples. Names of pictures are relative to `data.image_root`, else to the
+table's folder, or URLs of objects (`objects`); URLs of web servers are refused (`web_tables`). Price: parquet is read
+by row group. Row groups of up to `GROUP_BYTES` stay in memory; one above `MAX_GROUP_BYTES` is refused, with a command.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import posixpath
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,7 +25,7 @@ import pyarrow as pa
 from sana_pipe.base.config import setting
 from sana_pipe.base.errors import AwayError, UserError
 from sana_pipe.data.cache.arrow import ParquetFile
-from sana_pipe.data.cache.layout import digest
+from sana_pipe.data.cache.layout import content_digest, digest
 from sana_pipe.data.sources.caption_columns import text_columns
 from sana_pipe.data.sources.controls_and_masks import ControlOrMask
 from sana_pipe.data.sources.filenames import (
@@ -58,7 +58,7 @@ from sana_pipe.data.sources.source import FilesSource, Format, Given, Item, Part
 from sana_pipe.data.sources.unread import annotations_refused, form_of_annotations
 from sana_pipe.data.sources.web_tables import CAPTIONS, refused
 
-RULE = "parquet-2"
+RULE = "parquet-3"
 FIRST_ROWS = 1024
 """Rows that are decoded at once to find the first name in a table."""
 
@@ -188,10 +188,12 @@ class ParquetSource(FilesSource):
         re.DOTALL,
     )
     paired_by = frozenset({"column"})
+    has_keys = True
 
     def __init__(self, given: Given, files: Iterable[str]):
         super().__init__(WithObjects(given.filesystem, given.patience_s), files, given.rule, given.name)
         self.image_field, self.image_root = given.config.image_field, given.config.image_root
+        self.key_field = given.config.key_field
         self._layouts: dict[str, _Layout] = {}
         self._groups: OrderedDict[tuple[str, int, str], pa.Array] = OrderedDict()
         self._open: OrderedDict[str, ParquetFile] = OrderedDict()
@@ -218,20 +220,23 @@ class ParquetSource(FilesSource):
             yield Reject(escaped(name), unreadable_reason(name, error) if is_read_error(error) else wrong)
             return
         others = self._other_columns(name, table)
-        first = 0
+        first, taken = 0, Counter[str]()
         for group in range(table.metadata.num_row_groups):
             count = table.metadata.row_group(group).num_rows
-            yield from self._rows_of_group(name, others, group, first)
+            yield from self._rows_of_group(name, others, group, first, taken)
             first += count
         if not first:
             yield Reject(escaped(name), "has no rows")
 
-    def _rows_of_group(self, name: str, others: list[str], group: int, first: int) -> Iterator[Item | Reject]:
+    def _rows_of_group(
+        self, name: str, others: list[str], group: int, first: int, taken: Counter[str]
+    ) -> Iterator[Item | Reject]:
         """The items of a row group.
 
         Args:
             others: columns other than the picture.
             first: the number of the group's first row in the file.
+            taken: names in the file -> rows that have them so far; updated.
         """
         try:
             table, column = self._file(name), self._layout(name).column
@@ -243,17 +248,49 @@ class ParquetSource(FilesSource):
             yield Reject(escaped(name), unreadable_reason(name, error, f"{which}: ") if is_read_error(error) else wrong)
             return
         for row, values in enumerate(rows):
-            at = Place(f"{name}/{first + row:09d}", name, f"{group}:{row}")
-            picture = _value(pictures[row])
+            position, picture = f"{name}/{first + row:09d}", _value(pictures[row])
             reasons = {f: v.reason for f, v in {**values, column: picture}.items() if isinstance(v, _BadValue)}
             if reasons:
-                yield Reject(at.item, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
+                yield Reject(position, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
+                continue
+            other = {one: _value(every[row]) for one, every in controls_and_masks.items()}
+            key = self._key(name, position, {column: picture, **values}, [picture, *other.values()], taken)
+            if isinstance(key, Reject):
+                yield key
             else:
+                at = Place(key, name, f"{group}:{row}")
                 item = self._item(at, values, picture)
                 if isinstance(item, Item) and controls_and_masks:
-                    other = {one: _value(every[row]) for one, every in controls_and_masks.items()}
                     item = self._in_order(self._with_pictures(item, at, other), values, column)
+                if isinstance(item, Reject) and self.key_field is None:
+                    item = Reject(position, item.reason)
                 yield item
+
+    def _key(
+        self, name: str, position: str, values: dict[str, Any], pictures: Sequence[Any], taken: Counter[str]
+    ) -> str | Reject:
+        """The name of a row; a reject if `data.key_field` has none.
+
+        Args:
+            position: the name of a row that is rejected.
+            values: of the columns. pictures: of the columns of the picture and of its control picture, mask, ...
+            taken: as for `_rows_of_group`.
+        """
+        # Rows A, B, A of train.parquet, by their pictures' digests: train.parquet/a..., train.parquet/b...,
+        # train.parquet/a...-2. Without the first row the third is train.parquet/a...: an equal picture, so its
+        # records stay, and no other row has another name.
+        if self.key_field is not None:
+            value = only(values.get(self.key_field))
+            if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+                found = "is empty" if value in (None, "") else f"is {shown(str(value))}, not text or a whole number"
+                return Reject(position, f"its {escaped(self.key_field)!r} {found} (data.key_field)")
+            return str(value)
+        names = [content_digest(data) if data is not None else file for data, file in map(_bytes_and_name, pictures)]
+        if names[0] is None:
+            return position
+        key = f"{name}/{'+'.join(each for each in names if each is not None)}"
+        taken[key] += 1
+        return key if taken[key] == 1 else f"{key}-{taken[key]}"
 
     def _in_order(self, item: Item | Reject, values: dict[str, Any], column: str) -> Item | Reject:
         """An item whose picture and rejected picture change places where the row's label says so. column: of the
@@ -296,6 +333,10 @@ class ParquetSource(FilesSource):
         column = self._layout(name).column
         schema = pa.schema([f for f in table.schema_arrow if f.name != column and not _has_bytes(f.type)])
         columns = _columns_of(schema)
+        if self.key_field is not None and self.key_field not in (column, *columns):
+            raise no_column(
+                self.filesystem, name, repr(self.key_field), columns, "--set data.key_field=COLUMN", "data.key_field"
+            )
         if self.rule.lacks_captions(columns):
             check_caption_columns(self.filesystem, name, self.rule, columns, column, others=self._columns_next_to(name))
         return list(schema.names)
@@ -461,7 +502,13 @@ class ParquetSource(FilesSource):
             table, layout, version = self._file(file), self._layout(file), self._versions[file]
         except (OSError, pa.ArrowException):
             return None
-        decisive = (self.rule.identity(), str(self.image_field), repr(self.controls_and_masks), *map(str, version))
+        decisive = (
+            self.rule.identity(),
+            str(self.image_field),
+            str(self.key_field),
+            repr(self.controls_and_masks),
+            *map(str, version),
+        )
         columns = [layout.column, *(str(one.column) for one in self.controls_and_masks)]
         names_files = any(not _holds_bytes(table.schema_arrow.field(c).type) or _nulls(table, c) for c in columns)
         return None if names_files else digest(RULE, *decisive).hex()
