@@ -1,6 +1,7 @@
 """Requests and bytes of one `status` of an unchanged cache on S3: counted at moto's server.
 
-The cache is that of `benchmarks.large_cache`, copied to a bucket: scan, plans and indexes in full size, shards without
+The commands that change a cache end with `join`, so this one is joined before the first call. The cache is
+that of `benchmarks.large_cache`, copied to a bucket: scan, plans and indexes in full size, shards without
 content.
 """
 
@@ -20,7 +21,7 @@ from benchmarks.report import finish, table
 from sana_pipe.base.processes import run_and_exit
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.config import MirrorConfig
-from sana_pipe.data.cache.status import status
+from sana_pipe.data.cache.status import join, status
 
 QUICK_ITEMS, ITEMS = 2_000, 200_000
 
@@ -43,6 +44,7 @@ def measure(quick: bool, folder: Path) -> dict[str, float]:
         store = fsspec.filesystem("s3")
         store.mkdir(bucket)
         store.put(str(folder / "cache"), f"{bucket}/cache", recursive=True)
+        join(Cache(f"s3://{bucket}/cache", mirror=MirrorConfig(path=str(folder / "writer"))))
         for call in ("", "_again"):
             requests.clear()
             sent.clear()

@@ -17,7 +17,7 @@ from sana_pipe.base.amounts import amount
 from sana_pipe.base.config import setting
 from sana_pipe.base.errors import CacheError, escaped
 from sana_pipe.config import Config
-from sana_pipe.data.cache import copies, withdrawn
+from sana_pipe.data.cache import copies, status, withdrawn
 from sana_pipe.data.cache.cache import Cache, check_snapshot_name
 from sana_pipe.data.signals import Encoders
 from sana_pipe.data.snapshots.inputs import PLACES, Inputs, open_caches, read_inputs
@@ -93,6 +93,8 @@ def run(
     if joined.examples:
         lists = [(scan.cache.files, reject_kinds.report(source)) for source, scan in inputs.used()]
         report["reports"] = [files.where(path) for files, path in lists if files.exists(path)]
+    if not dry_run:
+        status.join(cache)
     _print(report, as_json)
     return report["snapshot"] or ""
 

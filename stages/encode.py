@@ -24,7 +24,7 @@ from sana_pipe.base.amounts import amount
 from sana_pipe.base.errors import IntegrityError, NoSpaceError, UserError
 from sana_pipe.config import Config
 from sana_pipe.data import signals
-from sana_pipe.data.cache import copies, layout, withdrawn
+from sana_pipe.data.cache import copies, layout, status, withdrawn
 from sana_pipe.data.cache import prompts as prompt_sets
 from sana_pipe.data.cache.cache import Cache, WorkList
 from sana_pipe.data.cache.encodings import CaptionEncoding, Encoding, caption_of
@@ -299,11 +299,13 @@ def _run_prompts(
         made = make(missing_units(cache, plans), "captions")
         claims.sweep(cache, plans)
         missing_units(cache, plans)  # writes the segments of finished plans
+    published = _publish_prompts(run, name, prompts)
+    status.join(cache)
     return {
         "captions": made.records,
         "left": made.left,
         "speed": {"captions": made.speed},
-        "prompts": {**_publish_prompts(run, name, prompts), "new": new},
+        "prompts": {**published, "new": new},
     }
 
 
@@ -358,7 +360,9 @@ def _run(
     text = caption_of(encodings)
     worker = Worker(claims.Claims(cache.files), stop, *share)
     run = EncodeRun(config, cache, text, worker, engine, {source.name: source}, source, reading, encodings, table)
-    return encode_source(run, rehash, asked)
+    done = encode_source(run, rehash, asked)
+    status.join(cache)
+    return done
 
 
 def encode_source(run: EncodeRun, rehash: bool, asked: tuple[str, Lines] | None = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import click
 
 from sana_pipe.base.errors import IntegrityError, UserError
 from sana_pipe.config import Config
-from sana_pipe.data.cache import copies, prompts, withdrawn
+from sana_pipe.data.cache import copies, prompts, status, withdrawn
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.layout import Paths
 from sana_pipe.data.cache.withdrawn import Takedown
@@ -107,6 +107,7 @@ def _take_down(config: Config, cache: Cache, items: Sequence[str], digests: str 
         if not new.items:
             click.echo("no scan of this cache has these pictures; they stay out from now on")
         _carry_out(config, cache, number, new)
+    status.join(cache)
     return _check(cache)
 
 

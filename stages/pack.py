@@ -14,7 +14,7 @@ import click
 from sana_pipe.base import launch
 from sana_pipe.base.amounts import amount
 from sana_pipe.config import Config
-from sana_pipe.data.cache import copies, index, withdrawn
+from sana_pipe.data.cache import copies, index, status, withdrawn
 from sana_pipe.data.cache.cache import check_snapshot_name, name_taken
 from sana_pipe.data.cache.snapshot_head import Head
 from sana_pipe.data.snapshots import heldout, packing
@@ -82,6 +82,7 @@ def run(
         if (part := heldout.find(cache, source)) is not None:
             cache.point(f"{name}.heldout", part, move=move)
         report |= {"bytes": int(head.shard_sizes().sum()), "content": Head.read(cache.files, packed).content_id}
+    status.join(cache)
     report |= {"snapshot": packed, "name": name}
     if as_json:
         click.echo(json.dumps(report))

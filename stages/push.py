@@ -11,6 +11,7 @@ from sana_pipe.base.amounts import amount
 from sana_pipe.base.errors import UserError
 from sana_pipe.base.urls import strip_credentials
 from sana_pipe.config import Config
+from sana_pipe.data.cache import status
 from sana_pipe.data.snapshots import data_card
 from sana_pipe.data.snapshots.transfer import parcels, send
 from sana_pipe.data.work.progress import Progress
@@ -52,6 +53,7 @@ def run(config: Config, target: str, license: str, snapshot: str | None = None, 
             send(cache, other, parcel, on_shard=lambda size: bar.add(1))
     address = strip_credentials(target)
     other.files.replace(data_card.NAME, data_card.card(cache, made, names[0], license, address).encode())
+    status.join(other)
     size = sum(made.shard_files().values())
     if as_json:
         report = {"snapshot": made.id, "content": made.head.content_id, "names": list(names), "shards": total}

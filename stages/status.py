@@ -20,6 +20,7 @@ from sana_pipe.base.amounts import amount, duration
 from sana_pipe.base.errors import IntegrityError, UserError
 from sana_pipe.base.metrics import rows
 from sana_pipe.config import Config
+from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.status import status
 from sana_pipe.tools.locations import cache_location
 
@@ -37,7 +38,7 @@ def run(config: Config, as_json: bool = False) -> int:
     Raises:
         CacheError: there is no cache.
     """
-    report = _report(config)
+    report = _report(config, cache_location(config).open())
     click.echo(json.dumps(report) if as_json else "\n".join(_lines(report)))
     return IntegrityError.exit_code if report["damaged"] else 0 if report["complete"] else 1
 
@@ -49,10 +50,13 @@ def watch(config: Config, every_s: float, as_json: bool = False) -> int:
     An error (a store that does not answer, a cache that does not exist yet) is printed in their place.
     """
     redraws = sys.stdout.isatty() and not as_json
+    cache: Cache | None = None
     with suppress(KeyboardInterrupt):
         while not getattr(sys.stdout, "lost", False):
             try:
-                report = _report(config)
+                if cache is None or cache.files.on_disk or cache.files.damage:
+                    cache = cache_location(config).open()
+                report = _report(config, cache)
                 text = json.dumps(report) if as_json else "\n".join(_lines(report))
             except (UserError, OSError) as error:
                 problem = error.line if isinstance(error, UserError) else str(error)
@@ -67,8 +71,8 @@ def watch(config: Config, every_s: float, as_json: bool = False) -> int:
     return 0
 
 
-def _report(config: Config) -> dict[str, Any]:
-    return {**status(cache_location(config).open()), "trainings": list(_trainings(Path(config.train.output)))}
+def _report(config: Config, cache: Cache) -> dict[str, Any]:
+    return {**status(cache), "trainings": list(_trainings(Path(config.train.output)))}
 
 
 def _trainings(output: Path) -> Iterator[dict[str, Any]]:

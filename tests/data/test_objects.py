@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import json
 import os
 import random
@@ -11,12 +12,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -34,16 +37,18 @@ from benchmarks import s3_listing, scale_model
 from sana_pipe.base import retrying
 from sana_pipe.base.errors import AwayError, CacheError, IntegrityError, NoSpaceError
 from sana_pipe.config import Config, dump
-from sana_pipe.data.cache import connections, copies, layout, scratch
+from sana_pipe.data.cache import connections, copies, layout, listed, scratch
 from sana_pipe.data.cache import mirror as mirrors
 from sana_pipe.data.cache.audit import verify
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.config import MirrorConfig
 from sana_pipe.data.cache.files import Files
 from sana_pipe.data.cache.folder_store import FolderStore
+from sana_pipe.data.cache.layout import Paths
 from sana_pipe.data.cache.object_store import ObjectStore
 from sana_pipe.data.cache.shard import ShardWriter
 from sana_pipe.data.cache.snapshot import Snapshot
+from sana_pipe.data.cache.status import join, status
 from sana_pipe.data.loader.loader import Loader, LoaderSettings
 from sana_pipe.data.snapshots import data_card
 from sana_pipe.data.work import engine
@@ -700,3 +705,81 @@ def test_a_snapshot_travels_there_and_back_by_the_commands(
     assert list(verify(made)) == [] and made.snapshot_id("theirs") == cache.snapshot_id()
     shards = cache.open_snapshot().shard_files()
     assert all(made.files.read(name) == cache.files.read(name) for name in shards)
+
+
+@pytest.fixture
+def counted(tmp_path: Path) -> Iterator[tuple[str, Counter[tuple[str, str]]]]:
+    """A cache of two sources, four encodings and three names on a server that counts requests."""
+    cache = tiny_cache.build(tmp_path / "made")
+    cache.point("round1", cache.snapshot_id())
+    tiny_cache.build(tmp_path / "made", weights="other", names="drawing")
+    cache.point("round2", cache.snapshot_id())
+    by_kind = {"latent": cache.encodings("latent")[0].name, "text": cache.encodings("text")[0].name}
+    for source in ("photos", "drawings"):
+        table = cache.put_table(pa.table({"key": [source], "reject": pa.nulls(1, pa.string())}))
+        counts = {"items": 1, "rejected": 0}
+        cache.add_scan(source, {"root": "/p", "table": table, "encodings": by_kind, "buckets": [], "counts": counts})
+    with s3_listing.counting_server() as requests:
+        bucket = f"counted-{uuid4().hex}"
+        store = fsspec.filesystem("s3")
+        store.mkdir(bucket)
+        store.put(str(cache.root), f"{bucket}/cache", recursive=True)
+        yield f"s3://{bucket}/cache", requests
+
+
+def test_status_asks_for_what_has_changed_alone(counted: tuple[str, Counter[tuple[str, str]]], tmp_path: Path) -> None:
+    """One listing, one object for a new machine; what is new, damaged or gone since is seen."""
+    url, requests = counted
+    mirrors = (MirrorConfig(path=str(tmp_path / f"mirror{number}")) for number in itertools.count())
+
+    def asked(cache: Cache) -> tuple[dict[str, Any], int]:
+        requests.clear()
+        return status(cache), sum(requests.values())
+
+    def opened(mirror: MirrorConfig) -> tuple[dict[str, Any], int]:
+        requests.clear()
+        report = status(Cache(url, mirror=mirror))
+        return report, sum(requests.values())
+
+    on_disk = {**status(Cache(tmp_path / "made")), "cache": url, "free_bytes": None}
+    assert len(on_disk["sources"]) == 2 and len(on_disk["stores"]) == 4 and len(on_disk["snapshots"]) == 3
+    here, there = next(mirrors), Cache(url, mirror=next(mirrors))
+    first, many = opened(here)
+    assert first == on_disk and many > 5  # nobody has joined them: each document is read
+    assert opened(here) == (on_disk, 3)
+    join(there)
+    requests.clear()
+    join(there)
+    assert not any(operation == "PUT" for operation, _ in requests)  # nothing is new
+    assert opened(next(mirrors)) == (on_disk, 4)
+    watching = Cache(url, mirror=here)
+    assert asked(watching) == (on_disk, 1) == asked(watching)
+
+    there.point("round3", there.snapshot_id())  # the joined object does not have it
+    newer = {**on_disk, "snapshots": {**on_disk["snapshots"], "round3": there.snapshot_id()}}
+    assert asked(watching) == (newer, 3) and asked(watching) == (newer, 1)  # this machine reads the object once
+    there.point("round4", there.snapshot_id())
+    newer["snapshots"]["round4"] = there.snapshot_id()
+    assert asked(watching) == (newer, 2) and asked(watching) == (newer, 1)
+    assert opened(next(mirrors)) == (newer, 6)
+
+    put_raw(there.files, Paths.LISTED, b"0" * 400)  # damaged: it is not used
+    assert opened(next(mirrors))[0] == newer
+    plan = f"plans/{next(iter(on_disk['stores']))}/00000000.json"
+    put_raw(there.files, plan, there.files.read(plan).replace(b"0", b"1", 1))
+    assert set(asked(watching)[0]["damaged"]) == {plan}
+    put_raw(there.files, plan, there.files.read(Paths.copy(plan)))
+    shard = next(iter(there.open_snapshot("round1").shard_files()))
+    there.files.remove(shard)
+    assert "names/round1" in asked(watching)[0]["damaged"]
+
+
+def test_a_takedown_leaves_nothing_of_what_status_keeps(
+    counted: tuple[str, Counter[tuple[str, str]]], tmp_path: Path
+) -> None:
+    cache = Cache(counted[0], mirror=MirrorConfig(path=str(tmp_path / "mirror")))
+    join(cache)
+    kept = tmp_path / "mirror" / "listed"
+    assert cache.files.has_file(Paths.LISTED) and list(kept.iterdir())
+    listed.discard(cache.files)
+    assert not cache.files.has_file(Paths.LISTED) and not list(kept.iterdir())

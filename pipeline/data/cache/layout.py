@@ -204,6 +204,7 @@ class Paths:
 
     FORMAT = "format.json"
     WITHDRAWN = "withdrawn"
+    LISTED = "reports/listed"
 
     @staticmethod
     def copy(name: str) -> str:

@@ -1,7 +1,8 @@
 """Status: what a cache holds and what is missing, without reading records.
 
-Price: documents are read, one request after the other, and the sizes of the files that named snapshots need are asked
-for. The table of a scan is read only if the document of the scan does not count its items.
+Price: on a disk each document is read, and the size of each file that a named snapshot needs is asked for. In an object
+store one listing says all sizes and what has changed (`cache.listed`). The table of a scan is read only if the document
+of the scan does not count its items.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.findings import damage_only, encoding_names, packs
 from sana_pipe.data.cache.keys import Digests
 from sana_pipe.data.cache.layout import REPAIR, Paths
+from sana_pipe.data.cache.listed import ListedFiles, listed
 from sana_pipe.data.cache.snapshot import Snapshot
 from sana_pipe.data.cache.snapshot_head import check_files, check_sizes
 
@@ -34,7 +36,30 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
     records now, as in its claim (`Progress.brief` and the counts of stores), with `silent_s`, the seconds since its
     last beat.
     """
-    counts = _Counts(cache, time.time() if now is None else now)
+    view = listed(cache)
+    report = _counted(view, time.time() if now is None else now)
+    if isinstance(view.files, ListedFiles):
+        view.files.keep()
+    return report
+
+
+def join(cache: Cache) -> None:
+    """Publish what `status` reads as one object, if the cache is in an object store and no plan is being worked on: the
+    first `status` of any machine then needs few requests. Commands that change a cache end with it."""
+    view = listed(cache)
+    if isinstance(view.files, ListedFiles):
+        with suppress(CacheError):  # `status` names what is damaged
+            names = [*encoding_names(view), *packs(view)]
+            plans = ((name, number) for name in names for number in view.files.numbers(Paths.plans(name)))
+            if all(view.files.exists(Paths.segment(*plan)) for plan in plans):
+                _counted(view, time.time())
+                view.files.keep()
+                view.files.join()
+
+
+def _counted(cache: Cache, now: float) -> dict[str, Any]:
+    """The result of `status`."""
+    counts = _Counts(cache, now)
     stores = counts.stores()
     sources, scanning = counts.sources(stores)
     names, packed = counts.snapshots()

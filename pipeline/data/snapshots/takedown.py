@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from sana_pipe.base import process_identity
 from sana_pipe.base.errors import CacheError, IntegrityError, UserError
-from sana_pipe.data.cache import garbage, index, layout, withdrawn
+from sana_pipe.data.cache import garbage, index, layout, listed, withdrawn
 from sana_pipe.data.cache.arrow import batches
 from sana_pipe.data.cache.cache import MOVING, Cache
 from sana_pipe.data.cache.contradictions import contradictions
@@ -290,8 +290,8 @@ class _Work:
         cache, now = self.cache, self.cache.files.now()
         for shard in self.takedown.shards:  # those of units of which nothing is left would look like lost work
             cache.files.remove(shard)
-        listed = [entry for entry in garbage.unneeded(cache, 0.0, now) if not entry[0].startswith("claims/")]
-        removed = garbage.remove(cache, listed, 0.0, now)
+        unneeded = [entry for entry in garbage.unneeded(cache, 0.0, now) if not entry[0].startswith("claims/")]
+        removed = garbage.remove(cache, unneeded, 0.0, now)
         for entry in list(cache.files.walk("damaged")):
             cache.files.remove(entry.name)
             removed.append((entry.name, entry.size, "unreadable"))
@@ -299,6 +299,7 @@ class _Work:
             if path.is_file() and self._is_named_in(path.read_bytes()):
                 path.unlink()
                 self.log(f"{path}: named a picture that goes, and is removed")
+        listed.discard(cache.files)
         mirrored = cache.files.drop_mirrored()
         size = sum(entry[1] for entry in removed)
         self.log(f"{len(removed)} files, {size} bytes removed" + (f", and {mirrored} local copies" if mirrored else ""))
