@@ -11,6 +11,7 @@ Options of the configuration have no flags; `--set a.b=c` reaches each that the 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import re
 import shlex
@@ -18,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -29,6 +31,7 @@ from click.shell_completion import CompletionItem
 from sana_pipe import __version__
 from sana_pipe.base.errors import (
     EXIT_CODES,
+    ConfigError,
     UserError,
     expanded,
     local_path,
@@ -37,7 +40,7 @@ from sana_pipe.base.errors import (
     shown,
     was_printed,
 )
-from sana_pipe.base.processes import INTERRUPTED, allow_many_files, pass_on, run_and_exit
+from sana_pipe.base.processes import DEFECT, INTERRUPTED, allow_many_files, pass_on, run_and_exit
 from sana_pipe.base.processes import shown as shell_line
 from sana_pipe.data.sources.formats import FORMATS
 
@@ -1193,6 +1196,7 @@ def demo(out: str, quick: bool) -> Any:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line; always ends in SystemExit: 0, a UserError's code, 2 for wrong usage, 130 for Ctrl-C."""
     allow_many_files()
+    as_json = "--json" in (sys.argv[1:] if arguments is None else arguments)
     try:
         result = cli.main(args=arguments, prog_name="sana-pipe", standalone_mode=False)
     except click.Abort:
@@ -1200,17 +1204,50 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(INTERRUPTED)
     except click.ClickException as error:
         error.show()
+        if as_json:
+            _print_object(Usage(error.format_message()))
+        _end_restarts()
         sys.exit(error.exit_code)
     except Exception as error:
         known = shown(error)
         if isinstance(error, OSError) and error.errno in REFUSED and error.filename is not None:
             fix, path = "check the path, and who may read, enter and write its folders", Path(str(error.filename))
             known = not_permitted(path) or UserError(f"{path}: {error.strerror}", fix=fix)
+        if as_json:
+            _print_object(known if isinstance(known, UserError) else Defect(f"{type(error).__name__}: {error}"))
         if not isinstance(known, UserError):
             raise
         _print_error(known)
+        if isinstance(known, ConfigError):
+            _end_restarts()
         sys.exit(known.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+class Usage(UserError):
+    """A wrong command line, as an object: click prints its text."""
+
+
+class Defect(UserError):
+    """A defect, as an object: its traceback goes to stderr."""
+
+    exit_code = DEFECT
+
+
+def _print_object(error: UserError) -> None:
+    """Print the object of an error in place of the result; once per launch, as the result."""
+    with suppress(UserError):
+        if not _is_main():
+            return
+    click.echo(json.dumps(error.as_object()))
+
+
+def _end_restarts() -> None:
+    """Keep torchrun from starting a wrong command line or configuration again and again."""
+    from sana_pipe.base.launch import end_restarts
+
+    with suppress(UserError):
+        end_restarts()
 
 
 def _print_error(error: UserError) -> None:

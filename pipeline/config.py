@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from pydantic import Field, PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 
-from sana_pipe import configs
+from sana_pipe import __version__, configs
 from sana_pipe.base.config import Location, Section, setting
 from sana_pipe.base.errors import ConfigError, not_permitted
 from sana_pipe.base.metrics.config import MetricsConfig
@@ -326,6 +326,21 @@ def written(config: Config) -> dict[str, Any]:
         return strip_credentials(value) if isinstance(value, str) and not re.search(r"\s", value) else value
 
     return clean(config.model_dump(mode="json"))
+
+
+_OF_A_MACHINE = ("cache", "mirror", "patience_s", "metrics", "encode.workers", "encode.device")
+"""Options that may differ between the processes of `encode`: places and devices of a machine."""
+
+
+def shared(config: Config) -> dict[str, Any]:
+    """The options that all processes of one `encode` must have alike, by name; and the product's version. Those of
+    `train` are compared by its own processes."""
+    alike = {
+        name: value
+        for name, value in flat(written(config))
+        if reads("encode", name) and not any(within(name, section) for section in _OF_A_MACHINE)
+    }
+    return {**alike, "the version of sana-pipe": __version__}
 
 
 def dump(config: Config) -> str:

@@ -9,6 +9,7 @@ publishes the set.
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ import click
 from sana_pipe.base import launch, retrying
 from sana_pipe.base.amounts import amount
 from sana_pipe.base.errors import IntegrityError, NoSpaceError, UserError
-from sana_pipe.config import Config
+from sana_pipe.config import Config, shared
 from sana_pipe.data import signals
 from sana_pipe.data.cache import copies, layout, status, withdrawn
 from sana_pipe.data.cache import prompts as prompt_sets
@@ -57,7 +58,7 @@ from sana_pipe.data.signals.text import TextEncoding
 from sana_pipe.data.sources import caption_signs
 from sana_pipe.data.sources.reject_kinds import Kinds
 from sana_pipe.data.sources.source import Source
-from sana_pipe.data.work import claims, disk_space, ray_engine
+from sana_pipe.data.work import alike, claims, disk_space, ray_engine
 from sana_pipe.data.work.engine import Work, Worker, make_units, missing_units
 from sana_pipe.data.work.progress import Meter, Progress
 from sana_pipe.data.work.progress_rows import ProgressRows
@@ -107,6 +108,7 @@ def run(
         try:
             with stop.signals():
                 share = _tasks(task_index, task_count, engine)
+                _check_alike(config, share, source_name or data or prompts_name)
                 prompt_sets.check_prompts_name(prompts_name)
                 asked = None if prompts is None else (prompts_name, prompt_lists.read(prompts, config.patience_s))
                 if data is None:
@@ -129,6 +131,13 @@ def run(
     if as_json:
         click.echo(json.dumps(done))
     return done
+
+
+def _check_alike(config: Config, share: tuple[int, int], work: str) -> None:
+    """Raise a UserError if another process of this launch has other options."""
+    if share[1] > 1 and (named := launch.identity()) is not None:
+        place = f"process {share[0]} on {platform.node()}"
+        alike.check(cache_location(config).open(create=True), named, work, shared(config), place)
 
 
 def dry_run(

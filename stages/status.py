@@ -59,8 +59,8 @@ def watch(config: Config, every_s: float, as_json: bool = False) -> int:
                 report = _report(config, cache)
                 text = json.dumps(report) if as_json else "\n".join(_lines(report))
             except (UserError, OSError) as error:
-                problem = error.line if isinstance(error, UserError) else str(error)
-                text = json.dumps({"error": problem}) if as_json else f"{problem}: waiting for it"
+                known = error if isinstance(error, UserError) else UserError(str(error))
+                text = json.dumps(known.as_object()) if as_json else f"{known.line}: waiting for it"
             if redraws:
                 sys.stdout.flush()
                 sys.stdout.buffer.write(b"\x1b[2J\x1b[H")  # clear the screen; a print would escape it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shlex
@@ -20,7 +21,7 @@ import pytest
 
 import sana_pipe
 from sana_pipe.base import processes
-from sana_pipe.base.errors import EXIT_CODES, CacheError, IntegrityError, UserError
+from sana_pipe.base.errors import EXIT_CODES, CacheError, IntegrityError, NoSpaceError, UserError
 from sana_pipe.cli import INTERRUPTED, cli, main
 from sana_pipe.train.training.config import OptimConfig
 from tests.support.command_lines import dry_run, words_of
@@ -635,6 +636,17 @@ def test_a_launch_prints_an_error_once(
 
 
 def test_every_error_has_a_code_of_its_kind_in_the_table() -> None:
+    kinds_by_code = kinds()
+    for code, of_code in kinds_by_code.items():
+        roots = [kind for kind in of_code if not any(base in of_code for base in kind.__mro__[1:])]
+        assert len(roots) == 1, f"exit code {code} means several things: {roots}"
+    assert set(kinds_by_code) | {0, 1, processes.OUTPUT_LOST, INTERRUPTED} == set(EXIT_CODES)
+    known = {command.name for command in (*cli.commands.values(), *cli.commands["snapshots"].commands.values())}
+    assert {name for _, names in EXIT_CODES.values() for name in names} <= known
+
+
+def kinds() -> dict[int, set[type[UserError]]]:
+    """Exit code -> the errors of the product that end with it."""
     import importlib
     import pkgutil
 
@@ -651,12 +663,71 @@ def test_every_error_has_a_code_of_its_kind_in_the_table() -> None:
         todo += kind.__subclasses__()
         if kind.__module__.startswith("sana_pipe."):
             kinds_by_code.setdefault(kind.exit_code, set()).add(kind)
-    for code, kinds in kinds_by_code.items():
-        roots = [kind for kind in kinds if not any(base in kinds for base in kind.__mro__[1:])]
-        assert len(roots) == 1, f"exit code {code} means several things: {roots}"
-    assert set(kinds_by_code) | {0, 1, processes.OUTPUT_LOST, INTERRUPTED} == set(EXIT_CODES)
-    known = {command.name for command in (*cli.commands.values(), *cli.commands["snapshots"].commands.values())}
-    assert {name for _, names in EXIT_CODES.values() for name in names} <= known
+    return kinds_by_code
+
+
+def test_the_page_has_every_exit_code_and_every_reason() -> None:
+    """One table for programs; its texts are those of `help exit-codes`."""
+    page = (Path(__file__).parents[1] / "docs/metrics.md").read_text().partition("## Exit codes and reasons")[2]
+    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \|$", page.partition("\n## ")[0], re.MULTILINE)
+    reasons = {code: sorted(f"`{kind.code()}`" for kind in of_code) for code, of_code in kinds().items()}
+    wanted = [(str(code), ", ".join(reasons.get(code, [])), EXIT_CODES[code][0]) for code in EXIT_CODES]
+    assert rows == wanted, "\n".join(f"| {' | '.join(row)} |" for row in wanted)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (UserError("wrong", expected=1, found="x", fix="repair it"), 2, "user"),
+        (NoSpaceError("full", fix="free space"), 6, "no-space"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x"), 6, "no-space"),
+        (ZeroDivisionError("ours"), None, "defect"),
+    ],
+)
+def test_an_error_is_an_object_too_where_one_is_asked_for(
+    stage: Callable[..., Calls],
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int | None,
+    reason: str,
+) -> None:
+    stage("status", result=error)
+    if code is None:
+        with pytest.raises(type(error)):
+            main(["status", "--json"])
+    else:
+        assert end("status", "--json") == code
+    printed = capsys.readouterr()
+    [said] = json.loads(printed.out).values()
+    assert said["code"] == reason and set(said) == {"code", "what", "expected", "found", "fix"}
+    if isinstance(error, UserError):
+        assert said["what"] == error.what and said["fix"] == error.fix and printed.err
+
+
+@pytest.mark.parametrize("words", [("gc", "--olderr", "3"), ("status", "--set", "train.stepps=3"), ("bucket", "--nam")])
+def test_a_wrong_command_line_is_an_object_too(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    assert end(*words, "--json") == 2
+    said = json.loads(capsys.readouterr().out)["error"]
+    assert said["code"] == ("config" if "--set" in words else "usage") and words[1].strip("-")[:4] in said["what"]
+
+
+@pytest.mark.parametrize(("restarts", "asked"), [("100", True), ("0", False)])
+def test_torchrun_is_asked_to_end_for_a_wrong_option_alone(
+    stage: Callable[..., Calls], monkeypatch: pytest.MonkeyPatch, restarts: str, asked: bool
+) -> None:
+    """Not for an error that a restart may help with, and not by each process of a node."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda process, number: ended.append(process))
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for name, value in {**launched, "TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_MAX_RESTARTS": restarts}.items():
+        monkeypatch.setenv(name, value)
+    for words in (("train", "--set", "train.stepps=3"), ("train", "--no-such-option")):
+        assert end(*words) == 2 and ended == [os.getppid()] * asked
+        ended.clear()
+    stage("train", result=CacheError("not there"))
+    assert end("train") == 3 and not ended
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert end("train", "--set", "train.stepps=3") == 2 and not ended
 
 
 STAGES = {"bucket": ("bucket", "pack"), "diff": ("snapshots",)}

@@ -395,6 +395,20 @@ def test_one_process_without_a_gpu_ends_all_with_its_rank_and_host() -> None:
         assert line.startswith("True") and named in line and socket.gethostname() in line
 
 
+def test_a_launch_is_told_from_others() -> None:
+    """What its processes share names it; with the ids of SLURM, or one agent, no earlier launch had the name."""
+    node = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    one, two = ({**node, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": local} for local in ("8", "4"))
+    alone, (agent, unique) = launch.identity({}), launch.identity(one) or ("", False)
+    assert alone is None and unique and str(os.getppid()) in agent
+    assert launch.identity({**two, "RANK": "1"}) == launch.identity({**two, "RANK": "5"})
+    assert (launch.identity(two) or ("", True))[1] is False
+    assert launch.identity({**two, "SLURM_JOB_ID": "7"}) != launch.identity({**two, "SLURM_JOB_ID": "8"})
+    array = {"SLURM_ARRAY_JOB_ID": "7"}
+    tasks = [launch.identity({**array, "SLURM_JOB_ID": job, "MASTER_ADDR": job}) for job in ("8", "9")]
+    assert tasks[0] == tasks[1] and (tasks[0] or ("", False))[1]
+
+
 @pytest.fixture
 def tf32() -> Iterator[Callable[[], tuple[bool, bool]]]:
     """Reads whether TF32 is allowed in matrix products and in convolutions."""
@@ -708,3 +722,19 @@ def test_an_array_that_contradicts_itself_is_refused() -> None:
 )
 def test_the_address_of_ray(value: str | None, expected: tuple[str, int] | None) -> None:
     assert ray_address({} if value is None else {"RAY_ADDRESS": value}) == expected
+
+
+@pytest.mark.dist
+def test_torchrun_does_not_restart_a_wrong_option() -> None:
+    """The real torchrun, which would start it a hundred times."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "100"]
+    ended = subprocess.run(
+        [sys.executable, *launcher, "--module", "sana_pipe.cli", "train", "--set", "train.stepps=3"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=tiny_run.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.count("did you mean 'train.steps'?") == 1, ended.stderr

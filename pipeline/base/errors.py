@@ -70,6 +70,11 @@ class UserError(Exception):
             lines.append(f"  fix:      {fix}")
         super().__init__(escaped(strip_credentials("\n".join(lines)), "\n"))
 
+    @classmethod
+    def code(cls) -> str:
+        """The reason for programs, which stays the same when texts change: `no-space` of NoSpaceError."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "-", cls.__name__.removesuffix("Error")).lower()
+
     @property
     def line(self) -> str:
         """The error with its fix in one line, to print it as a part of another message."""
@@ -80,6 +85,12 @@ class UserError(Exception):
         texts = {"what": self.what, "expected": self.expected, "found": self.found, "fix": self.fix}
         shown = {key: None if value is None else _valid(strip_credentials(str(value))) for key, value in texts.items()}
         return {"kind": type(self).__name__, **shown}
+
+    def as_object(self) -> dict[str, Any]:
+        """The object that `--json` prints in place of the result."""
+        fields = self.fields()
+        fields.pop("kind")
+        return {"error": {"code": self.code(), **fields}}
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> UserError:
@@ -373,8 +384,8 @@ _CACHE = (
 EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     0: ("done, or ended cleanly after a signal (SIGTERM, SIGUSR1, SIGHUP)", ()),
     1: (
-        "records are missing (status), the snapshots differ (diff), the run does not fit (plan), another process of "
-        "the launch ended, or a defect of sana-pipe with a traceback",
+        "records are missing (status), the snapshots differ (diff), the run does not fit (plan), or another process of "
+        "the launch ended",
         (),
     ),
     2: ("a wrong option, setting, file or environment", ()),
@@ -394,6 +405,7 @@ EXIT_CODES: dict[int, tuple[str, tuple[str, ...]]] = {
     8: ("the process that decodes pictures, or encodes prompts, failed", ("sample", "report")),
     9: ("the loss or the gradient is not a finite number", ("train",)),
     10: ("another training uses the run directory", ("train",)),
+    70: ("a defect of sana-pipe, with a traceback", ()),
     74: ("done, but lines could not be written to stdout (its reader ended, a full disk)", ()),
     75: ("storage did not answer within patience_s (train saved); the same command may succeed later", _CACHE),
     130: ("interrupted by Ctrl-C", ()),

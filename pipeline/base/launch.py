@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -125,6 +126,25 @@ def share_of_work(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     return index * launch.world + launch.rank, count * launch.world
 
 
+def identity(environ: Mapping[str, str] | None = None) -> tuple[str, bool] | None:
+    """Return what the processes of this launch share, and whether no earlier launch can have had it; None without a
+    launcher that says it (RANK set by hand, `--task-index`)."""
+    env = os.environ if environ is None else environ
+    slurm, torchrun = "SLURM_JOB_ID" in env, "TORCHELASTIC_RUN_ID" in env
+    if not slurm and not torchrun:
+        return None
+    array = "SLURM_ARRAY_JOB_ID" in env
+    names = ["SLURM_CLUSTER_NAME", "SLURM_ARRAY_JOB_ID" if array else "SLURM_JOB_ID", "SLURM_STEP_ID"]
+    names += ["SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"]
+    if not array:  # each task of an array has its own address
+        names += ["MASTER_ADDR", "MASTER_PORT"]
+    words = [f"{name}={env[name]}" for name in names if name in env]
+    one_node = torchrun and env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE")
+    if one_node and not array:
+        words.append(f"agent {os.getppid()}")
+    return " ".join(words), slurm or one_node
+
+
 def scheduled_attempt(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
     """Return this process's SLURM job and how often SLURM has requeued it; None outside of SLURM."""
     env = os.environ if environ is None else environ
@@ -188,6 +208,15 @@ def check_restart(environ: Mapping[str, str] | None = None) -> None:
     env = os.environ if environ is None else environ
     if _number(env, "TORCHELASTIC_RESTART_COUNT", 0) > 0 and _shares_store(env):
         raise UserError(f"torchrun's restart cannot work: {_STALE}", fix=_restart_fix(env) + "; then --resume auto")
+
+
+def end_restarts(environ: Mapping[str, str] | None = None) -> None:
+    """Ask torchrun to end this launch, for an error that each restart would have again: it starts processes that failed
+    again whatever their exit code is, but not after a signal to itself. One process of a node asks."""
+    env = os.environ if environ is None else environ
+    left = _number(env, "TORCHELASTIC_MAX_RESTARTS", 0) - _number(env, "TORCHELASTIC_RESTART_COUNT", 0)
+    if "TORCHELASTIC_RUN_ID" in env and left > 0 and env.get("LOCAL_RANK") == "0":
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def _slurm(env: Mapping[str, str]) -> Launch:

@@ -82,5 +82,14 @@ def stat_of(process: str) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
+def age_s() -> float:
+    """Seconds since this process began; 0 where /proc does not tell."""
+    try:
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        return uptime - int(stat_of("self")[1]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return 0.0
+
+
 def _short(identity: dict[str, str]) -> str:
     return xxhash.xxh3_64_hexdigest(identity["machine"].encode())

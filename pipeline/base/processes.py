@@ -36,6 +36,8 @@ INTERRUPTED = 130
 """The shells' exit code for a process that SIGINT ended."""
 GRACE_S = 5.0
 """Seconds that `alongside` waits between two signals."""
+DEFECT = 70  # EX_SOFTWARE
+"""Exit code of an exception that is not handled: a defect, with its traceback."""
 OUTPUT_LOST = 74
 """Exit code (EX_IOERR) if the work is done but lines could not be written to stdout."""
 
@@ -251,8 +253,8 @@ def run_and_exit(main: Callable[[], object]) -> NoReturn:
     """Call `main` and end this process with its exit code, even if native threads are still running.
 
     The code is what `main` returns or raises in SystemExit: a number, None (0), or a text, which is printed (1). Any
-    other exception gives 1; its traceback is printed unless `errors.print_error` has printed it. If stdout cannot be
-    written, `OUTPUT_LOST` replaces 0. After 0 the command of `follow_with` takes the place of the process.
+    other exception gives `DEFECT`; its traceback is printed unless `errors.print_error` has printed it. If stdout
+    cannot be written, `OUTPUT_LOST` replaces 0. After 0 the command of `follow_with` takes the place of the process.
     """
     nowhere = open(os.devnull, "w")  # noqa: SIM115 - for a stream that is None: the process began without it
     output, errors = Output(sys.stdout or nowhere), Output(sys.stderr or nowhere, "\n\t\r")  # progress lines return
@@ -264,7 +266,7 @@ def run_and_exit(main: Callable[[], object]) -> NoReturn:
     except BaseException as error:
         if not getattr(error, "printed", False):
             sys.excepthook(*sys.exc_info())
-        code = 1
+        code = DEFECT
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 from sana_pipe.base import disk
 from sana_pipe.base.errors import CacheError, IntegrityError
+from sana_pipe.cli import main
 from sana_pipe.data.cache import arrow, index, layout, shard
 from sana_pipe.data.cache.cache import Cache, Unit
 from sana_pipe.data.cache.encodings import Encoding
@@ -42,6 +43,7 @@ from tests.support.lowered import lower_limits
 from tests.support.messages import naming
 from tests.support.synthetic import LATENT as LATENTS
 from tests.support.synthetic import add, config, pictures
+from tests.support.trees import files
 
 LATENT = LatentEncoding(weights="w", compression=8, channels=4)
 TEXT = TextEncoding(weights="w", width=6)
@@ -223,6 +225,39 @@ def test_a_cache_of_a_newer_version_or_of_none_is_not_opened(tmp_path: Path, mon
             (tmp_path / name).write_bytes(data)
         with pytest.raises(error, match=naming(tmp_path / Paths.FORMAT)):
             Cache(tmp_path)
+
+
+COMMANDS = [
+    *("status --json", "verify", "verify --repair", "gc --yes", "bucket", "train", "encode --data .", "snapshots"),
+    *("view x", "push PLACE --license x", "pull PLACE", "forget --source s", "forget --check", "inspect"),
+    *("bucket --pack", "snapshots name latest x", "snapshots diff latest latest", "snapshots show latest"),
+]
+
+
+def test_every_command_says_what_to_do_about_a_cache_of_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A message and its exit code; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    root = tiny_cache.build(tmp_path / "cache").root
+    for path in root.rglob("*.json"):
+        body = {key: v for key, v in json.loads(path.read_text()).items() if key not in ("digest", "format", "version")}
+        with monkeypatch.context() as later:
+            later.setattr(layout, "VERSION", layout.VERSION + 1)
+            path.write_bytes(layout.seal(body))
+    before = files(root)
+    for command in COMMANDS:
+        words = [word.replace("PLACE", str(root)) for word in command.split()]
+        cache = tmp_path / "other" if "pull" in words else root
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--config", "tiny", "--set", f"cache={cache}"])
+        printed = capsys.readouterr()
+        said = printed.out + printed.err
+        # `inspect` goes on without a snapshot, and says why
+        assert ended.value.code == (0 if command == "inspect" else CacheError.exit_code), (command, printed)
+        assert f"format version {layout.VERSION + 1}" in said, (command, printed)
+        assert "use the version of sana-pipe that wrote it" in said, (command, printed)
+    assert files(root) == before
 
 
 def test_a_newer_version_is_refused_with_a_message() -> None:

@@ -19,14 +19,19 @@ import pytest
 from PIL import Image
 
 from benchmarks import large_cache
+from sana_pipe.base import launch
 from sana_pipe.base.errors import AwayError, IntegrityError, NoSpaceError, RejectRateError, UserError
+from sana_pipe.config import load, shared
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.encoding.fragments import Fragments, Rows, ScanSuperseded
 from sana_pipe.data.sources.reject_kinds import Kinds
+from sana_pipe.data.work import alike
 from sana_pipe.data.work.claims import Claims
 from sana_pipe.data.work.engine import Worker
 from sana_pipe.data.work.stop import Stop, Stopped
+from sana_pipe.stages import encode
 from tests.support.constants import constants, set_constants, unit_sizes, with_site
+from tests.support.messages import naming
 from tests.support.trees import files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -355,3 +360,51 @@ def test_a_signal_ends_the_waiting(cache: Cache) -> None:
 
     with pytest.raises(Stopped, match="SIGTERM"):
         mine.once("id", refuse, signalled, 0)
+
+
+def test_two_workers_of_one_launch_with_other_options_end_with_both_values(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one is refused before it reads a picture; another source, job or machine's place is not compared."""
+    cache = f"cache={tmp_path / 'cache'}"
+    for name, value in {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node")
+    named = launch.identity()
+    assert named is not None
+    first = shared(load("tiny", [cache, "data.resolution=512"]))
+    made, source = Cache(tmp_path / "cache", create=True), str(folder)
+    alike.check(made, named, source, first, "process 0 on node")
+    for setting in ("data.resolution=256", "vae.dtype=bf16", "data.min_side=100"):
+        other = load("tiny", [cache, "data.resolution=512", setting])
+        with pytest.raises(UserError, match=naming(setting.partition("=")[0], "process 0 on node")) as caught:
+            encode.run(other, source, as_json=True)
+        name, _, value = setting.partition("=")
+        assert str(caught.value.expected).startswith(json.dumps(first[name])) and value in str(caught.value.found)
+        assert not Cache(tmp_path / "cache").sources()
+    more = load("tiny", [cache, "data.resolution=512", "encode.workers=7", "patience_s=1", "encode.device=cpu"])
+    alike.check(made, named, source, shared(more), "process 1")
+    other = shared(load("tiny", [cache, "data.resolution=256"]))
+    alike.check(made, named, "another source", other, "process 1")
+    alike.check(made, ("another job", True), source, other, "process 1")
+
+
+def test_a_launch_that_has_the_name_of_an_earlier_one_is_not_compared_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its document is older than the process; that of a process that was refused goes with it."""
+    cache = Cache(tmp_path / "cache", create=True)
+
+    def check(value: int, unique: bool = False) -> None:
+        alike.check(cache, ("none host:29500", unique), "s", {"data.resolution": value}, "process")
+
+    check(1)
+    with pytest.raises(UserError):
+        check(2)
+    check(2)
+    [document] = (tmp_path / "cache" / "claims").iterdir()
+    os.utime(document, (0, 0))
+    with pytest.raises(UserError):
+        check(4, unique=True)
+    check(4)
+    check(4, unique=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from sana_pipe.base.processes import DEFECT
 from sana_pipe.train.training import checkpoint, metrics
 from tests.support.checkpoints import load_model_state
 from tests.support.forked import ranks, succeed
@@ -131,7 +132,7 @@ def test_a_mistake_is_printed_once(tmp_path: Path) -> None:
     assert output.count("did you mean 'train.steps'?") == 1
 
 
-@pytest.mark.parametrize(("kind", "code"), [("user", 2), ("defect", 1)])
+@pytest.mark.parametrize(("kind", "code"), [("user", 2), ("defect", DEFECT)])
 def test_an_error_of_one_process_is_printed_once_and_ends_the_others_soon(tmp_path: Path, kind: str, code: int) -> None:
     """Without a launcher that would end them."""
     processes = ranks(3, str(tmp_path / "run"), kind, worker="failing_run")
