@@ -25,6 +25,7 @@ from sana_pipe.config import Config
 from sana_pipe.data.cache import audit
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.layout import content_digest
+from sana_pipe.data.cache.shard import ShardReader
 from sana_pipe.data.encoders.frozen import from_bits
 from sana_pipe.data.encoders.vae import LatentEncoder
 from sana_pipe.data.images import decoding
@@ -154,8 +155,16 @@ def test_a_rejected_picture_has_the_bucket_and_the_crop_of_the_chosen_one(
 
 
 def test_the_loader_hands_over_rejected_pictures_with_the_weights_of_their_pairs(
-    make_config: MakeConfig, tmp_path: Path
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """If it is asked for them; else it reads none of their records."""
+    read, real = list[str](), ShardReader.read_batch
+
+    def read_batch(self: ShardReader, *args: Any, **options: Any) -> Any:
+        read.append(self.encoding.split("-")[0])
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(ShardReader, "read_batch", read_batch)
     by_table(new(tmp_path), votes=[2.0, 0.5, 3.0])
     config, data = configured(make_config, tmp_path, "column=worse", "data.pictures.rejected.weight=votes")
     sana_pipe.stages.encode.run(config, data)
@@ -165,6 +174,7 @@ def test_the_loader_hands_over_rejected_pictures_with_the_weights_of_their_pairs
     for made in plain, packed:
         seen = dict[int, float]()
         settings = loader_settings(stop_step=6, pictures=("rejected",))
+        read.clear()
         for step, _ in Loader(made, settings):
             for batch in step:
                 assert batch.pair_weight is not None and batch.pair_weight.dtype == torch.float32
@@ -175,8 +185,10 @@ def test_the_loader_hands_over_rejected_pictures_with_the_weights_of_their_pairs
             row_name(one, other): weight
             for one, other, weight in zip(CHOSEN_FILES, REJECTED_FILES, [2.0, 0.5, 3.0], strict=True)
         }
-        [batch, *_], _ = next(iter(Loader(made, loader_settings(stop_step=1))))
-        assert batch.pair_weight is None and not batch.pictures
+        assert {"latent", "text", "rejected"} <= set(read)
+        read.clear()
+        [[[batch, *_], _]] = Loader(made, loader_settings(stop_step=1))
+        assert batch.pair_weight is None and not batch.pictures and set(read) == {"latent", "text"}
 
 
 def test_a_picture_without_a_rejected_one_is_rejected_with_the_reason(make_config: MakeConfig, tmp_path: Path) -> None:

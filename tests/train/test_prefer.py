@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,15 @@ from sana_pipe.train.config import TrainConfig
 from sana_pipe.train.models.adapters import adapter_of
 from sana_pipe.train.models.config import FlowConfig
 from sana_pipe.train.parallel.parallelize import ParallelModel
-from sana_pipe.train.training import metrics
+from sana_pipe.train.training import checkpoint, metrics
 from sana_pipe.train.training.assemble import objective_of
 from sana_pipe.train.training.config import PreferConfig
 from sana_pipe.train.training.objectives import StepLoss
 from sana_pipe.train.training.objectives.prefer import Preferring
 from sana_pipe.train.training.trainer import fit
 from tests.support.checkpoints import load_model_state
+from tests.support.forked import Forked
+from tests.support.runs import same_checkpoints
 from tests.support.workers import tiny_run
 
 BETA = 4.0
@@ -56,48 +60,91 @@ def adapted(given: Config) -> torch.nn.Module:
     return model
 
 
+def expected(
+    model: torch.nn.Module, batch: Batch, beta: float, share: float
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The losses by name in fp64, (b,) each, and beta/2 times the margins. share: `anchor` of the configuration."""
+    sigma, times = Preferring(FlowConfig(), PreferConfig()).flow.sigmas(batch.logit)
+    assert batch.pair_weight is not None
+    weight, noise, level = batch.pair_weight.double(), batch.noise.double(), sigma.double().view(-1, 1, 1, 1)
+
+    clean = torch.cat([batch.latents, batch.pictures["rejected"]]).double()
+    noised = (1 - level).repeat(2, 1, 1, 1) * clean + (level * noise).repeat(2, 1, 1, 1)
+    twice = batch.captions.double().repeat(2, 1, 1), batch.mask.repeat(2, 1), times.repeat(2)
+
+    def errors() -> tuple[torch.Tensor, torch.Tensor]:
+        """Of both pictures in one call: parts of the model compute in fp32, whose rounding depends on the batch."""
+        shown = model(latents=noised, captions=twice[0], mask=twice[1], timesteps=twice[2])
+        squares = (shown - (noise.repeat(2, 1, 1, 1) - clean)).square()
+        return squares[:8].mean((1, 2, 3)), squares[8:].mean((1, 2, 3))
+
+    with torch.no_grad():
+        w, lost = errors()
+        with without_adapter(model):
+            w_base, lost_base = errors()
+    inside = -beta / 2 * ((w - w_base) - (lost - lost_base))
+    prefer = weight * torch.log1p(torch.exp(-inside))
+    anchor = weight * beta / 2 * torch.clamp(w - w_base, min=0)
+    values = {"total": prefer + share * anchor, "prefer": prefer, "anchor": anchor, "margin": inside / (beta / 2)}
+    values |= {"chosen": w, "rejected": lost, "chosen_reference": w_base, "rejected_reference": lost_base}
+    return values | {"accuracy": (inside > 0).double()}, inside
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_the_loss_is_that_of_an_independent_fp64_computation(packed: bool, kind: str) -> None:
+def test_the_loss_of_fp32_predictions_is_that_of_an_independent_fp64_computation(packed: bool, kind: str) -> None:
     given = settings(adapter={"kind": kind, "rank": 2})
     model, objective, batch = adapted(given), objective_of(given.train), pairs(0)
     prepared = objective.prepare(tiny_run.packed(batch) if packed else batch, same, torch.float32)
     rows = ParallelModel(model).losses([prepared], StepLoss(objective))[0]
-    model.double()
-    flow = Preferring(FlowConfig(), PreferConfig()).flow
-    sigma, times = flow.sigmas(batch.logit)
-    assert batch.pair_weight is not None
-    weight, noise, level = batch.pair_weight.double(), batch.noise.double(), sigma.double().view(-1, 1, 1, 1)
-
-    def errors(latents: torch.Tensor) -> torch.Tensor:
-        noised = (1 - level) * latents.double() + level * noise
-        shown = model(latents=noised, captions=batch.captions.double(), mask=batch.mask, timesteps=times)
-        return (shown - (noise - latents.double())).square().mean((1, 2, 3))
-
-    with torch.no_grad():
-        w, lost = errors(batch.latents), errors(batch.pictures["rejected"])
-        with without_adapter(model):
-            w_base, lost_base = errors(batch.latents), errors(batch.pictures["rejected"])
-    inside = -BETA / 2 * ((w - w_base) - (lost - lost_base))
-    prefer, anchor = weight * torch.log1p(torch.exp(-inside)), weight * BETA / 2 * torch.clamp(w - w_base, min=0)
-    assert bool((w > w_base).any()) and float((inside.abs()).max()) > 1e-2
+    wanted, inside = expected(model.double(), batch, BETA, 0.5)
+    assert bool((wanted["anchor"] > 0).any()) and float((inside.abs()).max()) > 1e-2
     found = dict(zip(["total", *objective.parts], rows.double(), strict=True))
-    expected = {"total": prefer + 0.5 * anchor, "prefer": prefer, "anchor": anchor, "margin": inside / (BETA / 2)}
-    expected |= {"chosen": w, "rejected": lost, "chosen_reference": w_base, "accuracy": (inside > 0).double()}
-    for name, values in expected.items():
+    for name, values in wanted.items():
         torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-5, msg=name)
-    assert float((found["total"].mean() - expected["total"].mean()).abs() / expected["total"].mean()) < 1e-6
+    assert float((found["total"].mean() - wanted["total"].mean()).abs() / wanted["total"].mean()) < 1e-6
 
 
+@pytest.mark.parametrize("anchor", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("beta", [1.0, PreferConfig().beta, 20_000.0])
+def test_the_loss_of_each_pair_is_exact_at_any_beta(beta: float, anchor: float) -> None:
+    """To 1e-6, of fp64 predictions. Latents and noise are multiples of 1/16, noise levels of 1/4: noised latents are
+    exact in fp32."""
+    given = settings(prefer={"beta": beta, "anchor": anchor, "stop": None})
+    model, objective, batch = adapted(given).double(), objective_of(given.train), pairs(8)
+    logit = torch.logit(torch.tensor([0.1005, 0.2505, 0.5005]))[torch.arange(8) % 3]
+    latents, rejected, noise = (
+        each.mul(16).round().div(16) for each in (batch.latents, batch.pictures["rejected"], batch.noise)
+    )
+    batch = replace(batch, latents=latents, pictures={"rejected": rejected}, noise=noise, logit=logit)
+    rows = ParallelModel(model).losses([objective.prepare(batch, same, torch.float64)], StepLoss(objective))[0]
+    wanted, inside = expected(model, batch, beta, anchor)
+    assert bool((inside > 0).any()) and bool((inside < 0).any()) and (beta == 1 or float(inside.abs().max()) > 10)
+    assert bool((wanted["chosen"] > wanted["chosen_reference"]).any())
+    found = dict(zip(["total", *objective.parts], rows.double(), strict=True))
+    for name, values in wanted.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-6, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("beta", [BETA, PreferConfig().beta])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_accumulation_changes_no_gradient(dropout: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_accumulation_changes_no_gradient(dtype: torch.dtype, dropout: float, beta: float) -> None:
+    """To 1e-5 in fp64. In fp32 products of 6 and of 16 samples round differently, 2e-5 of the gradient."""
     batch, results = pairs(0), []
     for size in (8, 3):
-        given = settings(microbatch=size, adapter={"rank": 2, "dropout": dropout})
-        pieces = [tiny_run.part(batch, at, min(at + size, 8)) for at in range(0, 8, size)]
-        results.append(tiny_run.gradients(adapted(given), given, pieces))
-    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
-    assert tiny_run.distance(results[1][2], results[0][2]) < 1e-4
+        prefer = {"beta": beta, "anchor": 0.5, "stop": None}
+        given = settings(microbatch=size, adapter={"rank": 2, "dropout": dropout}, prefer=prefer)
+        model = adapted(given).to(dtype)
+        step, loss = tiny_run.train_step(model, given.train), StepLoss(objective_of(given.train))
+        step.dtype = dtype
+        pieces = [step.prepare(tiny_run.part(batch, at, min(at + size, 8))) for at in range(0, 8, size)]
+        losses = torch.cat([rows[0] for rows in ParallelModel(model).forward_backward(pieces, loss, 8)])
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append((losses, gradients))
+    assert len(results[0][1]) == sum(p.requires_grad for p in model.parameters())
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-5 if dtype == torch.float64 else 1e-2)
+    assert tiny_run.distance(results[1][1], results[0][1]) < (1e-5 if dtype == torch.float64 else 1e-4)
 
 
 def run(folder: Path, steps: int, resume: str | None = "auto", **train: Any) -> list[str]:
@@ -124,6 +171,24 @@ def test_a_resumed_run_is_the_uninterrupted_one_bitwise_and_recomputation_change
     assert recomputed == pytest.approx([row["loss"] for row in rows[0]], rel=1e-5)
     one, other = (load_model_state(tmp_path / name / "checkpoints/step-00000004")[1] for name in ("one", "stopped"))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("point", ["written", "renamed"])
+def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one_bitwise(point: str, tmp_path: Path) -> None:
+    """SIGKILL while the checkpoint of step 4 is saved, before it is published and after."""
+    changes = {"adapter": {"rank": 2}, "prefer": {"beta": BETA, "stop": None}}
+    killed = Forked(str(tmp_path / "killed"), point, json.dumps(changes), worker="killed_while_saving")
+    assert killed.wait(120) == -signal.SIGKILL
+    left = checkpoint.newest(tmp_path / "killed/checkpoints")
+    assert left is not None and left.name == f"step-{2 if point == 'written' else 4:08d}"
+    for name in ("killed", "one"):
+        given = tiny_run.config(tmp_path / name, steps=6, save_every=2, **changes)
+        assert fit(given.train, tiny_run.task(given), Launch(), resume="auto", log=lambda line: None).step == 6
+    last = "checkpoints/step-00000006"
+    assert same_checkpoints(tmp_path / "one" / last, tmp_path / "killed" / last)
+    rows = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("one", "killed")]
+    assert [row["parts"] for row in rows[0]] == [row["parts"] for row in rows[1]]
 
 
 def test_a_run_that_goes_too_far_ends_with_a_message_and_a_checkpoint(tmp_path: Path) -> None:
@@ -174,3 +239,14 @@ def test_a_run_without_pairs_asks_for_none() -> None:
     plain = objective_of(TrainConfig())
     assert plain.pictures == () and not plain.may_end
     assert plain.prepare(tiny_run.global_batch(0), same, torch.float32).reference is None
+    assert objective_of(settings().train).pictures == ("rejected",)
+
+
+@pytest.mark.parametrize(("pays", "samples"), [(False, [8]), (True, [16, 16])])
+def test_only_a_run_of_pairs_computes_a_second_pass(pays: bool, samples: list[int]) -> None:
+    """Samples of each forward pass of a step: chosen and rejected pictures for the base, then with the adapter."""
+    given = settings(microbatch=8) if pays else settings(microbatch=8, prefer=None)
+    model, seen = adapted(given), list[int]()
+    model.register_forward_pre_hook(lambda _, args, inputs: seen.append(len(inputs["latents"])), with_kwargs=True)
+    tiny_run.train_step(model, given.train)([pairs(0)], 1)
+    assert seen == samples

@@ -69,8 +69,14 @@ class FlowMatching:
         """The target of the prediction, noise - latents, float32."""
         return noise.float() - latents.float()
 
-    def loss(self, prediction: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Mean squared error of each sample, (B,) float32. Samples of one batch share a shape, so their mean over
+    def loss(
+        self,
+        prediction: Tensor,
+        target: Tensor,
+        weights: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Mean squared error of each sample, (B,) of `dtype`. Samples of one batch share a shape, so their mean over
         the global batch is the mean over all elements.
 
         Args:
@@ -82,7 +88,7 @@ class FlowMatching:
         """
         if prediction.shape != target.shape:
             raise ValueError(f"prediction {tuple(prediction.shape)} and target {tuple(target.shape)} differ in shape")
-        errors = (prediction.float() - target.float()).square()
+        errors = (prediction.to(dtype) - target.to(dtype)).square()
         if weights is None:
             return errors.flatten(1).mean(1)
         if weights.shape != (len(target), 1, *target.shape[2:]):

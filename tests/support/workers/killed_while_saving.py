@@ -2,11 +2,13 @@
 
 `writing`: tensors are on the disk, torch's metadata is not. `written`: before our document. `renaming`: before the
 rename. `renamed`: after it. `removing`: an old checkpoint is renamed for removal and still there. `never`: no kill of
-its own, a checkpoint after every step, resuming what is there.
+its own, a checkpoint after every step, resuming what is there. argv[3], if given: the sections of `train` to change, as
+JSON.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -57,7 +59,7 @@ def main() -> None:
         )
     else:
         raise SystemExit(f"unknown point {point}")
-    settings = tiny_run.config(run, **options)
+    settings = tiny_run.config(run, **options, **json.loads(sys.argv[3] if len(sys.argv) > 3 else "{}"))
     fit(settings.train, tiny_run.task(settings), Launch(), resume="auto", log=lambda line: print(line, flush=True))
 
 
