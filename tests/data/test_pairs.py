@@ -29,6 +29,7 @@ from sana_pipe.data.cache.shard import ShardReader
 from sana_pipe.data.encoders.frozen import from_bits
 from sana_pipe.data.encoders.vae import LatentEncoder
 from sana_pipe.data.images import decoding
+from sana_pipe.data.loader.inputs import check_pictures
 from sana_pipe.data.loader.loader import Loader
 from sana_pipe.data.signals.rejected import RejectedEncoding
 from sana_pipe.data.snapshots.heldout import check_disjoint
@@ -311,6 +312,30 @@ def test_ties_equal_pictures_and_contradictions_are_left_out_and_counted(
     assert [count for reason, count in reasons.items() if "equal pictures" in reason] == [1]
     assert [count for reason, count in reasons.items() if "its weight is 0" in reason] == [1]
     assert [count for reason, count in reasons.items() if "no number" in reason] == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["suffix=_w/_l", "label=better"], "label goes with column"),
+        (["suffix=_w/_l", "folder=bad"], "give one of suffix, folder, column"),
+    ],
+)
+def test_a_place_that_is_none_is_refused(options: list[str], message: str, make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(Path("unused"), *(f"data.pictures.rejected.{option}" for option in options))
+
+
+def test_a_training_on_a_snapshot_without_pairs_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    by_suffix(new(tmp_path))
+    for file in (tmp_path / "data").glob("*_l.png"):
+        file.unlink()
+    config = make_config(tmp_path)
+    sana_pipe.stages.encode.run(config, str(tmp_path / "data"))
+    sana_pipe.stages.bucket.run(config)
+    check_pictures([snapshot(config)], [])
+    with pytest.raises(ConfigError, match="has no rejected records"):
+        check_pictures([snapshot(config)], ["rejected"])
 
 
 def digests(*names: str) -> np.ndarray:

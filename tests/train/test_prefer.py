@@ -220,12 +220,31 @@ def test_the_rule_of_the_stop(accuracies: list[float], loss: float, ends: bool) 
     assert Preferring(FlowConfig(), PreferConfig(stop=None)).why_end(rows) is None
 
 
+def test_the_stop_looks_at_the_last_validation_by_the_share_that_is_set() -> None:
+    losses = [1.2, 1.08, 1.12]  # the first is above, and is over
+    rows = [{"accuracy": 0.5, "chosen": loss, "chosen_reference": 1.0} for loss in losses]
+    stops = [Preferring(FlowConfig(), PreferConfig(stop=share)) for share in (0.1, 0.15)]
+    assert [[stop.why_end(rows[:n]) is not None for n in (1, 2, 3)] for stop in stops] == [
+        [True, False, True],
+        [True, False, False],
+    ]
+
+
+def test_a_validation_that_is_not_finite_ends_no_run_and_is_no_accuracy() -> None:
+    objective = Preferring(FlowConfig(), PreferConfig())
+    finite = {"accuracy": 0.9, "chosen": 1.0, "chosen_reference": 1.0}
+    assert objective.why_end([finite, {"accuracy": None, "chosen": None, "chosen_reference": 1.0}]) is None
+    assert objective.why_end([{**finite, "accuracy": None}, finite]) is None
+    assert objective.why_end([finite, {**finite, "accuracy": None}, {**finite, "accuracy": None}]) is not None
+
+
 @pytest.mark.parametrize(
     ("train", "message"),
     [
         ({"adapter": None}, "prefer needs adapter"),
         ({"preserve": {}}, "prefer does not go with preserve"),
         ({"mask": {}}, "prefer does not go with mask"),
+        ({"controlnet": {}}, "prefer does not go with controlnet"),
         ({"prefer": {}}, "prefer.stop looks at held-out pairs"),
         ({"prefer": {}, "validation": {"every": 3}, "save_every": 2}, "a multiple of save_every"),
     ],
