@@ -213,10 +213,11 @@ def _add_reading(made: Recommendation, looked: Sequence[Looked], data: Sequence[
         made.add("data.caption_field", field, "the column that holds the captions")
     if any(each.taken.controls_and_masks.get(name_patterns.MASK) for each in looked):
         made.add("train.mask", {}, "the pictures have masks: what is white in them is learned")
-    if any(each.taken.controls_and_masks.get(name_patterns.CONTROL) for each in looked):
-        made.notes.append(
-            f"control pictures are encoded, and {made.purpose} training does not use them: docs/guides/controlnet.md"
-        )
+    for kind, page in ((name_patterns.CONTROL, "controlnet"), (name_patterns.REJECTED, "preferences")):
+        if any(each.taken.controls_and_masks.get(kind) for each in looked):
+            made.notes.append(
+                f"{kind} pictures are encoded, and {made.purpose} training does not use them: docs/guides/{page}.md"
+            )
 
 
 def _taken(each: Looked, config: Config) -> list[str]:

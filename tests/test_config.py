@@ -430,7 +430,7 @@ UNPINNED = ("zimage_1024_lora", "prx_512")
 
 def test_every_shipped_configuration_loads_and_says_what_it_is_for() -> None:
     released = {"sana_1600m_1024", "sana_1600m_1024_lora", "sana_600m_512", "sana15_1600m_1024", "sana15_4800m_1024"}
-    released |= {"controlnet_24gb", "controlnet_80gb", "sana_600m_512_scratch", *UNPINNED}
+    released |= {"controlnet_24gb", "controlnet_80gb", "sana_600m_512_scratch", "sana_1600m_1024_prefer", *UNPINNED}
     assert {p.stem for p in shipped()} == {*released, "tiny"}
     for path in shipped():
         load(path)

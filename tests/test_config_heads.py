@@ -22,7 +22,7 @@ from tests.support.sana_shapes import SHAPES
 
 RELEASED = [path.stem for path in shipped() if path.stem != "tiny"]
 LORA, SCRATCH = "sana_1600m_1024_lora", "sana_600m_512_scratch"
-ZIMAGE, PRX = "zimage_1024_lora", "prx_512"
+ZIMAGE, PRX, PREFER = "zimage_1024_lora", "prx_512", "sana_1600m_1024_prefer"
 CONTROLNETS = {  # configuration: (card, seconds of a step, microbatch of the least memory, peaks in GiB)
     "controlnet_24gb": ("4090", 2.15, 1, (19.3, 17.3)),
     "controlnet_80gb": ("h100", 1.59, 8, (65.6, 20.1)),
@@ -72,6 +72,7 @@ SOURCED = {
         "LoRA of Z-Image (6B) at 1024 px",
     ],
     PRX: ["PRX (1.3B)", "on one GPU of 80 or 24 GB", "T5Gemma"],
+    PREFER: ["on one GPU of 24 GB", "as sana_1600m_1024 states"],
     SCRATCH: [
         "13.5 GiB in microbatches of 4, as train chooses on a card of 15 GiB",
         "as sana_600m_512 states",
@@ -272,6 +273,7 @@ OF_OTHERS = {  # configuration: [(GiB, card, settings)], seconds of a step, card
         "4090",
     ),
     PRX: ([("59.5", "a100-80", ()), ("21.4", "4090", ())], "0.842", "a100-80"),
+    PREFER: ([("17.1", "4090", ())], "3.85", "4090"),
 }
 
 
@@ -323,7 +325,31 @@ def derived_prx(name: str) -> list[str]:
     ]
 
 
-OTHERS = {LORA: derived_lora, SCRATCH: lambda name: [], ZIMAGE: derived_zimage, PRX: derived_prx}
+def derived_prefer(name: str) -> list[str]:
+    """As `derived`."""
+    config, shape = load(name), SHAPES["sana_1600m_1024"]
+    adapter, batch, steps = config.train.adapter, config.bucket.batch, config.train.steps or 0
+    assert adapter is not None and adapter.targets == "attention" and config.train.prefer is not None
+    parameters = shape.num_layers * 8 * adapter.rank * 2 * shape.inner_dim
+    return [
+        "24 GB: 17.1 GiB in microbatches of 4 pairs, which train chooses, nothing recomputed (predicted by sana-pipe "
+        f"plan --gpu 4090; bf16 base, batch of {batch} pairs)",
+        f"{parameters:,} parameters of the adapter: {2 * parameters / 1e6:.1f} MB exported in bf16, checkpoints of "
+        f"{12 * parameters / 2**20 - 0.05:.1f} MiB (fp32, with two moments; arithmetic)",
+        f"{steps:,} steps are {steps * batch:,} visits of pairs, as in diffusers' example for SDXL",
+        f"3.85 s a step on a 4090 (estimated by sana-pipe plan): {3.85 * steps / 3600:.1f} hours for {steps:,} steps",
+        f"{math.log(2):.3f} at first (log 2; arithmetic)",
+        "Preference pairs for Sana 1.6B at 1024 px",
+    ]
+
+
+OTHERS = {
+    LORA: derived_lora,
+    SCRATCH: lambda name: [],
+    ZIMAGE: derived_zimage,
+    PRX: derived_prx,
+    PREFER: derived_prefer,
+}
 """Heads with other figures than those of the released models."""
 
 

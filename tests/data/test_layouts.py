@@ -30,7 +30,7 @@ from sana_pipe.data.encoding import understood
 from sana_pipe.data.sources import name_patterns
 from sana_pipe.data.sources.config import DataConfig
 from sana_pipe.data.sources.detect import open_source
-from sana_pipe.data.sources.name_patterns import CONTROL, MASK, REGULARISATION, UNKNOWN
+from sana_pipe.data.sources.name_patterns import CONTROL, MASK, REGULARISATION, REJECTED, UNKNOWN
 from sana_pipe.data.sources.reject_kinds import Kinds
 from tests.support.layouts import (
     BEGIN,
@@ -90,6 +90,9 @@ NAMES: dict[str, tuple[list[str], list[str], list[tuple[str, str, str]]]] = {
     "source and target": ([], ["source/{}.png", "target/{}.png"], [(CONTROL, "folder", "source")]),
     "an unknown suffix": (["{}.jpg"], ["{}_m.png"], [(UNKNOWN, "suffix", "_m")]),
     "an unknown folder": (["a/{}.jpg"], ["b/{}.png"], [(UNKNOWN, "folder", "b")]),
+    "pairs": (["{}_w.png"], ["{}_l.png"], [(REJECTED, "suffix", "_w/_l")]),
+    "pairs in a folder, no captions": ([], ["a/{}_w.jpg", "a/{}_l.png"], [(REJECTED, "suffix", "_w/_l")]),
+    "sizes": ([], ["{}_s.png", "{}_l.png"], []),
     "classes": ([], ["cats/{}.jpg", "dogs/{}.jpg"], []),
     "numbers": ([], ["{}.jpg", "{}1.jpg", "{}_1.jpg"], []),
     "a word in a name": ([], ["woman with mask {}.jpg"], []),

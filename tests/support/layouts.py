@@ -119,6 +119,11 @@ def diffusion_pipe(folder: Path) -> None:
     pictures(folder, "masks/{}.png", None)
 
 
+def preference_pairs(folder: Path) -> None:
+    pictures(folder, "{}_w.png", "{}_w.txt")
+    pictures(folder, "{}_l.png", None)
+
+
 def img2dataset(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(folder / "00000.tar", "w") as tar:
@@ -258,6 +263,15 @@ LAYOUTS: dict[str, Layout] = {
         {"data.caption": None, "data.pictures.mask.folder": "masks", "train.mask.outside": 0.0},
         FIRST,
         ("data.pictures.mask.folder=masks", "data.pictures={}"),
+    ),
+    "preference pairs": Layout(
+        "preference pairs",
+        "`x_w.png`, `x_w.txt`, `x_l.png`",
+        preference_pairs,
+        {},
+        {"data.caption": None, "data.pictures.rejected.suffix": "_w/_l"},
+        FIRST,
+        ("data.pictures.rejected.suffix=_w/_l", "data.pictures={}"),
     ),
     "img2dataset": Layout(
         "img2dataset",

@@ -1,4 +1,4 @@
-"""Settings and shell commands that make pictures the masks or control pictures of others.
+"""Settings and shell commands that make pictures the masks, control pictures or rejected pictures of others.
 
 On a disk a command works when pasted; in a store the text says what is to be done.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from sana_pipe.base.errors import escaped
 from sana_pipe.data.sources.filenames import extension, stem
-from sana_pipe.data.sources.name_patterns import CONTROL, MASK, Pattern
+from sana_pipe.data.sources.name_patterns import CONTROL, MASK, REJECTED, Pattern
 from sana_pipe.data.sources.source import Source
 
 ALL_PICTURES = "data.pictures={}"
@@ -31,7 +31,7 @@ def option(text: str) -> str:
 
 
 def commands(patterns: Sequence[Pattern], source: Source, command: Callable[[Sequence[str]], str]) -> list[str]:
-    """A command for each choice of one mask and one control picture."""
+    """A command for each choice of one mask and one control picture, and one for preference pairs."""
     masks: list[Pattern | None] = [each for each in patterns if each.kind == MASK]
     controls: list[Pattern | None] = [each for each in patterns if each.kind == CONTROL]
     lines = []
@@ -45,6 +45,8 @@ def commands(patterns: Sequence[Pattern], source: Source, command: Callable[[Seq
                 joint = " && " if made.startswith("sana-pipe ") and not source.is_remote else ", then "
                 lines.append(f"as {names}: {joint.join([*steps, made])}")
     for pattern in patterns:
+        if pattern.kind == REJECTED:
+            lines.append(f"as rejected pictures of preference pairs: {command(settings_of(pattern))}")
         if not pattern.kind:
             lines += [
                 f"as {kind}: {command([each])}"

@@ -74,13 +74,18 @@ def check(understood: Understood, command: Callable[[Sequence[str]], str], accep
     new = [pattern for pattern in understood.patterns if (pattern.way, pattern.value) not in old]
     if new:
         own = f"to train on all of them as pictures: {command([ALL_PICTURES])}"
+        what = "rejected pictures of preference pairs" if _are_pairs(new) else "masks or control pictures of the others"
         raise UserError(
             f"{sum(pattern.count for pattern in new)} pictures of source {understood.source.name!r} without a caption "
-            "look like masks or control pictures of the others",
+            f"look like {what}",
             expected="pictures to train on, or the setting that says what the others are",
             found="; ".join(f"{pattern.count} such as {escaped(pattern.example)}" for pattern in new),
             fix="; ".join([*commands(new, understood.source, command), own]),
         )
+
+
+def _are_pairs(patterns: Iterable[Pattern]) -> bool:
+    return all(pattern.kind == name_patterns.REJECTED for pattern in patterns)
 
 
 def check_rest(
@@ -97,7 +102,9 @@ def check_rest(
     old, rest = {(pattern.way, pattern.value) for pattern in seen}, list[Pattern]()
     for pattern in understood.patterns:
         given = dict(understood.data.pictures).get(pattern.kind)
-        is_blank = given is not None and not given.required and bool(understood.lacking.get(pattern.kind))
+        is_blank = (
+            given is not None and not getattr(given, "required", True) and bool(understood.lacking.get(pattern.kind))
+        )
         if pattern.kind and (pattern.way, pattern.value) not in old and (reached or is_blank):
             rest.append(pattern)
     if not rest:

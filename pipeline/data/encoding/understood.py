@@ -31,7 +31,7 @@ from sana_pipe.data.sources.caption_signs import Sign
 from sana_pipe.data.sources.config import DataConfig
 from sana_pipe.data.sources.filenames import shortened
 from sana_pipe.data.sources.filesystem import Unreadable
-from sana_pipe.data.sources.name_patterns import CONTROL, MASK, Pattern
+from sana_pipe.data.sources.name_patterns import CONTROL, MASK, REJECTED, Pattern
 from sana_pipe.data.sources.reject_kinds import examples
 from sana_pipe.data.sources.sidecars import MAX_CAPTION_BYTES, read_sidecar
 from sana_pipe.data.sources.source import Source
@@ -194,7 +194,8 @@ def _reads(source: Source, file: str) -> bool:
 
 
 def _said(pattern: Pattern, source: Source) -> str:
-    what = {MASK: "masks", CONTROL: "control pictures"}.get(pattern.kind, "masks or control pictures")
+    kinds = {MASK: "masks", CONTROL: "control pictures", REJECTED: "rejected pictures of preference pairs"}
+    what = kinds.get(pattern.kind, "masks or control pictures")
     ways = " or ".join(map(option, settings_of(pattern)))
     if pattern.pair is not None:
         ways = f"{renaming(pattern, source)}, then {ways}"

@@ -30,7 +30,7 @@ _CAPTIONS = 8
 _UNUSED = {
     "mask": "--set 'train.mask={}'",
     "control": "train.controlnet (docs/guides/controlnet.md)",
-    "rejected": "train.prefer (docs/training.md)",
+    "rejected": "train.prefer (docs/guides/preferences.md)",
 }
 """Records that somebody made for a training, and the setting that uses them."""
 

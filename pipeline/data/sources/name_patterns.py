@@ -1,5 +1,5 @@
-"""Read what the names of pictures say: masks, control pictures, and regularisation pictures among the pictures of a
-source.
+"""Read what the names of pictures say: masks, control pictures, rejected pictures of preference pairs, and
+regularisation pictures among the pictures of a source.
 
 `x-masklabel.png` next to `x.jpg` and `masks/x.png` next to `images/x.jpg` belong to `x.jpg`, if they have
 no caption themselves. Folders called `reg` hold pictures that keep what a class looks like (kohya's sd-scripts).
@@ -29,7 +29,9 @@ SAMPLED = 500
 SIBLINGS = 50
 """Folders next to a folder that are compared with it."""
 
-MASK, CONTROL, REGULARISATION, UNKNOWN = "mask", "control", "regularisation", ""
+MASK, CONTROL, REJECTED, REGULARISATION, UNKNOWN = "mask", "control", "rejected", "regularisation", ""
+PAIRED = "_w/_l"
+"""The usual names of a preference pair: `x_w.png` is chosen, `x_l.png` rejected."""
 CAPTION = "caption"
 
 _WORDS = {
@@ -40,7 +42,7 @@ _WORDS = {
     "scribbles lineart linearts hed pidinet sketch sketches softedge mlsd",
 }
 _KINDS = {word: kind for kind, words in _WORDS.items() for word in words.split()}
-_LIKELY = rf"(?i)(?:^|[^a-z])(?:{'|'.join(sorted(_KINDS))}|sources?)(?:[^a-z]|$)"
+_LIKELY = rf"(?i)(?:^|[^a-z])(?:{'|'.join(sorted(_KINDS))}|sources?|l)(?:[^a-z]|$)"
 _REGULARISATION = (
     r"(?i)(?:\d+_)?(?:regs?|regulari[sz]ation)(?:[-_ ]?(?:images?|imgs?|data|dir|pictures?|set))?"
     r"|class[-_](?:images?|data|dir|pictures?)"
@@ -54,8 +56,8 @@ class Pattern:
     """Pictures that are something else by their names.
 
     Attributes:
-        kind: `MASK`, `CONTROL`, `REGULARISATION`, or `UNKNOWN` where it may be a mask or a control picture; `CAPTION`
-            for files of text.
+        kind: `MASK`, `CONTROL`, `REJECTED`, `REGULARISATION`, or `UNKNOWN` where it may be a mask or a control picture;
+            `CAPTION` for files of text.
         way: `suffix` or `folder`; `name` for names that `data.pictures` cannot say. value: as `data.pictures` takes it.
         count: how many. example: such a picture. of: the picture that it belongs to; of a regularisation picture the
             folder of all others, "" if there is none.
@@ -111,7 +113,7 @@ def regularisation(items: pa.ChunkedArray) -> list[Pattern]:
 
 
 def controls_and_masks(items: pa.ChunkedArray, has_caption: pa.ChunkedArray) -> list[Pattern]:
-    """The patterns of control pictures and masks, those of the most pictures first.
+    """The patterns of control pictures, masks and rejected pictures, those of the most pictures first.
 
     Args:
         items: names of all pictures. has_caption: booleans.
@@ -146,7 +148,7 @@ def controls_and_masks(items: pa.ChunkedArray, has_caption: pa.ChunkedArray) -> 
     patterns = []
     for (kind, way, value), paired in found.items():
         similar = [item for item in readings if _fits(item, way, value)]
-        ours = pc.match_substring_regex(items, re.escape(value) + _ENDING)
+        ours = pc.match_substring_regex(items, re.escape(_end(value)) + _ENDING)
         count = _true(pc.and_(bare, ours if way == "suffix" else _is_below(items, value)))
         if 2 * paired >= len(similar) and (kind or 2 * count >= max(4, len(items) - without)):
             patterns.append(Pattern(kind, way, value, count, *examples[kind, way, value]))
@@ -229,6 +231,9 @@ def _readings(item: str, folders: dict[str, list[str]]) -> Iterator[tuple[str, s
 def _spelled_readings(item: str, folders: dict[str, list[str]]) -> Iterator[tuple[str, str, str, str]]:
     name = stem(item)
     folder, slash, file = name.rpartition("/")
+    chosen, _, rejected = PAIRED.partition("/")
+    if file.endswith(rejected):
+        yield REJECTED, "suffix", PAIRED, name.removesuffix(rejected) + chosen
     for place in [match.start() for match in _SUFFIX.finditer(file, 1)][-3:]:
         yield kind_of(file[place:]), "suffix", file[place:], f"{folder}{slash}{file[:place]}"
     parts = name.split("/")
@@ -259,7 +264,12 @@ def _folders(items: pa.ChunkedArray) -> dict[str, list[str]]:
 
 
 def _fits(item: str, way: str, value: str) -> bool:
-    return stem(item).endswith(value) if way == "suffix" else f"/{value}/" in f"/{item}"
+    return stem(item).endswith(_end(value)) if way == "suffix" else f"/{value}/" in f"/{item}"
+
+
+def _end(suffix: str) -> str:
+    """The end of the names themselves: `_l` of `_w/_l`."""
+    return suffix.rpartition("/")[2]
 
 
 def _is_below(items: pa.ChunkedArray, folder: str) -> pa.ChunkedArray:

@@ -98,7 +98,7 @@ class MaskConfig(Section):
 
 class PreferConfig(Section):
     """Learn from preference pairs: the snapshot has rejected pictures (`data.pictures.rejected`). The base, without the
-    adapter, is the reference."""
+    adapter, is the reference (see docs/guides/preferences.md)."""
 
     beta: Annotated[float, Field(gt=0)] = 2000.0
     """Strength of the bond to the base, in the loss -log sigmoid(beta/2 margin). Larger: the loss is content with a

@@ -304,8 +304,8 @@ class Loop:
     def _report(self, stopped: bool) -> Report:
         if self.validation.ended is not None and self.done < self.train.steps:
             self.context.log(
-                f"ended after step {self.done}: {self.validation.ended}. sample --best and export --best take the "
-                "checkpoint with the lowest held-out loss; --resume auto --set train.prefer.stop=null goes on"
+                f"ended after step {self.done}: {self.validation.ended}. sana-pipe export --best takes the checkpoint "
+                "with the lowest held-out loss; --resume auto --set train.prefer.stop=null goes on"
             )
         elif self.done < self.train.steps and not stopped:
             raise RuntimeError(f"the loader ended at step {self.done} of {self.train.steps}")
