@@ -60,10 +60,15 @@ def mixins_of(module: nn.Module) -> tuple[tuple[type[LayerMixin], ...], type[nn.
     return type(module).__dict__.get("_mixed", ((), type(module)))
 
 
+def adapted_layers(module: nn.Module) -> list[LayerMixin]:
+    """The layers of a module that `without_adapter` makes the base's."""
+    return [layer for layer in module.modules() if isinstance(layer, LayerMixin) and hasattr(layer, "adapter_off")]
+
+
 @contextmanager
 def without_adapter(module: nn.Module) -> Iterator[None]:
     """Inside, the adapted layers of a module are the base's."""
-    layers = [layer for layer in module.modules() if isinstance(layer, LayerMixin) and hasattr(layer, "adapter_off")]
+    layers = adapted_layers(module)
     for layer in layers:
         layer.adapter_off = True
     try:

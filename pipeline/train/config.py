@@ -102,7 +102,7 @@ class TrainConfig(Section):
     preserve: PreserveConfig | None = None
     """On a share of the samples, learn the prediction of the base; with `adapter`. null: not, {}: with its defaults."""
     prefer: PreferConfig | None = None
-    """Learn from preference pairs; with `adapter`. null: not, {}: with its defaults."""
+    """Learn from preference pairs. null: not, {}: with its defaults."""
     mask: MaskConfig | None = None
     """Weight the loss by the masks of the snapshot; null: not, {}: with its defaults."""
     ema: EmaConfig | None = None
@@ -175,8 +175,6 @@ class TrainConfig(Section):
     def _prefer_conflicts(self) -> Iterator[str]:
         if self.prefer is None:
             return
-        if self.adapter is None:
-            yield "prefer needs adapter: the model without it is the reference; set adapter: {}, or prefer: null"
         for name in ("preserve", "mask", "controlnet"):
             if getattr(self, name) is not None:
                 yield f"prefer does not go with {name}; set {name}: null, or prefer: null"

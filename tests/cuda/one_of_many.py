@@ -71,7 +71,9 @@ def measured(name: str, cards: int, options: list[str], buckets: Mapping[tuple[i
     plan = predict(train, shape, data, Machine(here, here.memory, cards), layout=layout)
     with first_of(cards, layout.sizes) as mesh:
         trainable = Trainable(shape, objective_of(train), adapter_of(train, shape, start=False))
-        model, _, ema, step = assemble(trainable, trainable.module(train), mesh, train, CUDA)
+        module = trainable.module(train)
+        reference = trainable.reference(module, train)
+        model, _, ema, step = assemble(trainable, module, mesh, train, CUDA, reference=reference)
         model.module.train()
         for number in range(TIMES):
             for (height, width), samples in buckets.items():

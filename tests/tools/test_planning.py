@@ -195,10 +195,11 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], Layout, int]] = {
     "in_backward": ({"optim": {"clip": None, "in_backward": True}}, Layout(1, 1, 2, 1), 1),
     "ema on the host": ({"ema": {"device": "cpu"}}, Layout(1, 1, 2, 1), 1),
     "accumulation": ({}, Layout(1, 1, 2, 1), 2),
+    "prefer": ({"prefer": {"stop": None}}, Layout(1, 1, 2, 1), 1),
 }
 
 
-QUICK = ("tp", "pp", "offload")
+QUICK = ("tp", "pp", "offload", "prefer")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TECHNIQUES])
@@ -227,6 +228,10 @@ def test_every_technique_is_covered(name: str) -> None:
         assert result.peak["activations"] < 0.6 * whole.peak["activations"]
     if name == "ddp":
         assert result.peak["parameters"] == 4 * result.parameters
+    if name == "prefer":
+        assert result.peak["parameters"] == (4 + 2) * result.parameters, "and the reference in bf16"
+        plain = traced({}, layout, Shape(12, 12, 32, 4, count))  # of both pictures
+        assert result.peak["optimizer"] == plain.peak["optimizer"] and result.peak["ema"] == 0
 
 
 def test_a_compiled_run_is_planned_without_the_compiler() -> None:

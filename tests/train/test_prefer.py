@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from sana_pipe.base.errors import ConfigError
 from sana_pipe.base.launch import Launch
 from sana_pipe.base.layer_classes import without_adapter
 from sana_pipe.config import Config
@@ -19,9 +21,10 @@ from sana_pipe.train.config import TrainConfig
 from sana_pipe.train.models.adapters import adapter_of
 from sana_pipe.train.models.config import FlowConfig
 from sana_pipe.train.parallel.parallelize import ParallelModel
-from sana_pipe.train.training import checkpoint, metrics
-from sana_pipe.train.training.assemble import objective_of
+from sana_pipe.train.training import build, checkpoint, metrics
+from sana_pipe.train.training.assemble import Trainable, objective_of
 from sana_pipe.train.training.config import PreferConfig
+from sana_pipe.train.training.metadata_reader import CheckpointError, read_metadata
 from sana_pipe.train.training.objectives import StepLoss
 from sana_pipe.train.training.objectives.prefer import Preferring
 from sana_pipe.train.training.trainer import fit
@@ -147,26 +150,117 @@ def test_accumulation_changes_no_gradient(dtype: torch.dtype, dropout: float, be
     assert tiny_run.distance(results[1][1], results[0][1]) < (1e-5 if dtype == torch.float64 else 1e-4)
 
 
-def run(folder: Path, steps: int, resume: str | None = "auto", **train: Any) -> list[str]:
+def run(
+    folder: Path, steps: int, resume: str | None = "auto", origin: Path | None = None, phase: int = 0, **train: Any
+) -> list[str]:
     given, lines = settings(folder, steps=steps, **{"save_every": 2, **train}), list[str]()
-    task = tiny_run.task(given, touch=pairs)
+    task = tiny_run.task(given, touch=pairs, phase=phase)
     if given.train.validation is not None:
         held = [(pairs(1000), 8)]
         task = replace(
             task, validation=lambda layout: [(tiny_run.part(b, at, at + 4), 4) for b, _ in held for at in (0, 4)]
         )
-    fit(given.train, task, Launch(), resume=resume, log=lines.append)
+    fit(given.train, task, Launch(), resume=resume, origin=origin, log=lines.append)
     return lines
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_bitwise_and_recomputation_changes_no_loss(tmp_path: Path) -> None:
-    run(tmp_path / "one", 4)
-    run(tmp_path / "stopped", 2)
-    run(tmp_path / "stopped", 4)
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return metrics.read(folder / "metrics.jsonl")
+
+
+LAST = "checkpoints/step-00000004"
+WHOLE: dict[str, Any] = {"adapter": None}
+PARTS: dict[str, dict[str, Any]] = {"lora": {}, "whole": WHOLE, "only": {**WHOLE, "only": ["attn2"]}}
+
+
+def reference_losses(weights: dict[str, torch.Tensor] | None, steps: range) -> list[float]:
+    """The loss of the chosen pictures that the parameters of a model have; None: the start weights."""
+    model, flow = tiny_run.model(settings()), Preferring(FlowConfig(), PreferConfig()).flow
+    if weights is not None:
+        model.load_state_dict(weights)
+    losses = []
+    for batch in map(pairs, steps):
+        sigma, times = flow.sigmas(batch.logit)
+        noised, captions = flow.noised(batch.latents.float(), batch.noise, sigma), batch.captions.float()
+        with torch.no_grad():
+            shown = model(latents=noised, captions=captions, mask=batch.mask, timesteps=times)
+        losses.append(float((shown - (batch.noise - batch.latents.float())).square().mean()))
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_whole_model_is_compared_with_its_start_weights(tmp_path: Path, precision: str) -> None:
+    """At the first step policy and reference are equal to the bit: the loss is the mean weight times log 2. Edits: no
+    `copy_to_reference` in `build`; `self.module` in place of `self.reference` in `ParallelModel._predict_base`."""
+    run(tmp_path, 4, **WHOLE, precision=precision)
+    rows, weight = rows_of(tmp_path), pairs(0).pair_weight
+    assert weight is not None
+    assert rows[0]["loss"] == pytest.approx(float(weight.mean()) * math.log(2), rel=1e-6)
+    parts = {name: [row["parts"][name] for row in rows] for name in rows[0]["parts"]}
+    assert parts["margin"][0] == parts["accuracy"][0] == parts["anchor"][0] == 0
+    assert parts["chosen"][0] == parts["chosen_reference"][0] and parts["margin"][-1] > 0
+    within = 1e-5 if precision == "fp32" else 1e-2
+    assert parts["chosen_reference"] == pytest.approx(reference_losses(None, range(4)), rel=within)
+    document = checkpoint.read_document(tmp_path / LAST)
+    assert document.adapter is None and document.base is not None
+    held = read_metadata(tmp_path / LAST / ".metadata").state_dict_metadata
+    assert {name.partition(".")[0] for name in held} == {"model", "optim"}, "the reference is model.weights"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_run_that_begins_from_another_keeps_its_reference(tmp_path: Path, part: str) -> None:
+    """The whole model's is what the other run has trained, an adapter's the base; resumed without the other run.
+
+    Edits: no `copy_to_reference` in `build._begin`; no `reference` in `TrainingRun.sections`."""
+    run(tmp_path / "first", 4, **PARTS[part])
+    begins: dict[str, Any] = {"origin": tmp_path / "first", "phase": 1, **PARTS[part]}
+    run(tmp_path / "one", 4, **begins)
+    run(tmp_path / "stopped", 2, **begins)
+    (tmp_path / "first").rename(tmp_path / "gone")
+    run(tmp_path / "stopped", 4, **begins)
+    rows = rows_of(tmp_path / "one")
+    assert [row["loss"] for row in rows] == [row["loss"] for row in rows_of(tmp_path / "stopped")]
+    one, other = (load_model_state(tmp_path / name / LAST)[1] for name in ("one", "stopped"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    trained = None
+    if part != "lora":
+        trained = tiny_run.model(settings()).state_dict() | load_model_state(tmp_path / "gone" / LAST)[1]
+    expected = reference_losses(trained, range(4))
+    assert [row["parts"]["chosen_reference"] for row in rows] == pytest.approx(expected, rel=1e-5)
+    assert (rows[0]["parts"]["margin"] == 0) == (part != "lora")
+
+
+def test_a_run_is_resumed_with_the_reference_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path / "pairs", 2, **WHOLE)
+    run(tmp_path / "flow", 2, **WHOLE, prefer=None)
+    with pytest.raises(CheckpointError, match="its run began without"):
+        run(tmp_path / "flow", 4, **WHOLE)
+    run(tmp_path / "second", 2, origin=tmp_path / "flow", phase=1, **WHOLE, prefer=None)
+    with pytest.raises(CheckpointError, match="its run began without"):
+        run(tmp_path / "second", 4, phase=1, **WHOLE)
+    monkeypatch.setattr(build, "start_values", lambda weights, seed, spec: spec.initial(7))
+    with pytest.raises(CheckpointError, match="another base"):
+        run(tmp_path / "pairs", 4, **WHOLE)
+
+
+@pytest.mark.parametrize("size", ["tp_size", "pp_size"])
+def test_what_divides_matrices_and_blocks_is_refused_by_name(size: str) -> None:
+    given = settings(**WHOLE, parallel={size: 2})
+    with pytest.raises(ConfigError, match=f"train.prefer.*train.parallel.{size}"):
+        Trainable(tiny_run.model(given).config, objective_of(given.train)).module(given.train)
+
+
+@pytest.mark.parametrize("part", ["lora", "whole"])
+def test_a_resumed_run_is_the_uninterrupted_one_bitwise_and_recomputation_changes_no_loss(
+    tmp_path: Path, part: str
+) -> None:
+    run(tmp_path / "one", 4, **PARTS[part])
+    run(tmp_path / "stopped", 2, **PARTS[part])
+    run(tmp_path / "stopped", 4, **PARTS[part])
     rows = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("one", "stopped")]
     assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
-    assert rows[0][0]["parts"]["accuracy"] == 0 < rows[0][-1]["parts"]["accuracy"], "B is zero at first"
-    run(tmp_path / "recomputed", 4, microbatch=3, activation_checkpointing="full")
+    assert rows[0][0]["parts"]["accuracy"] == 0 < rows[0][-1]["parts"]["accuracy"], "the model is the base at first"
+    run(tmp_path / "recomputed", 4, microbatch=3, activation_checkpointing="full", **PARTS[part])
     recomputed = [row["loss"] for row in metrics.read(tmp_path / "recomputed/metrics.jsonl")]
     assert recomputed == pytest.approx([row["loss"] for row in rows[0]], rel=1e-5)
     one, other = (load_model_state(tmp_path / name / "checkpoints/step-00000004")[1] for name in ("one", "stopped"))
@@ -200,6 +294,9 @@ def test_a_run_that_goes_too_far_ends_with_a_message_and_a_checkpoint(tmp_path: 
     rows = metrics.read_events(tmp_path / "ends/metrics.jsonl", events_only=True)["validation"]
     reasons = [Preferring(FlowConfig(), PreferConfig()).why_end([row["parts"] for row in rows[:n]]) for n in (-1, None)]
     assert rows[-1]["step"] == step and reasons[0] is None and reasons[1] is not None and reasons[1] in ended
+    again = run(tmp_path / "ends", 40, prefer={"beta": 200.0, "anchor": 0.0, "stop": 0.05}, **rising)
+    assert ended in again and not any(line.startswith(("resumed", "training")) for line in again)
+    assert len(metrics.read(tmp_path / "ends/metrics.jsonl")) == step
     goes_on = run(tmp_path / "ends", step + 4, prefer={"beta": 200.0, "anchor": 0.0, "stop": None}, **rising)
     assert not any(line.startswith("ended") for line in goes_on)
 
@@ -241,10 +338,9 @@ def test_a_validation_that_is_not_finite_ends_no_run_and_is_no_accuracy() -> Non
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ({"adapter": None}, "prefer needs adapter"),
+        ({"adapter": None, "controlnet": {}}, "prefer does not go with controlnet"),
         ({"preserve": {}}, "prefer does not go with preserve"),
         ({"mask": {}}, "prefer does not go with mask"),
-        ({"controlnet": {}}, "prefer does not go with controlnet"),
         ({"prefer": {}}, "prefer.stop looks at held-out pairs"),
         ({"prefer": {}, "validation": {"every": 3}, "save_every": 2}, "a multiple of save_every"),
     ],

@@ -191,10 +191,17 @@ def trace(
             def placed(model: ParallelModel) -> None:
                 parameters.extend(model.module.parameters())
                 recorder.mark(kinds.PARAMETERS, parameters)
+                if model.reference is not None:
+                    recorder.mark(kinds.PARAMETERS, model.reference.module.parameters())
 
-            module = _on_fake_tensors(trainable.module(train), train)
-            model, optimizer, ema, step = assemble(trainable, module, mesh, train, CPU, placed=placed, step=TracedStep)
-            del module
+            module = trainable.module(train)
+            reference = trainable.reference(module, train)
+            module = _on_fake_tensors(module, train)
+            reference = None if reference is None else _on_fake_tensors(reference, train)
+            model, optimizer, ema, step = assemble(
+                trainable, module, mesh, train, CPU, reference=reference, placed=placed, step=TracedStep
+            )
+            del module, reference
             if on_gpu and train.parallel.offload == "none" and hasattr(optimizer, "update_one"):
                 optimizer.update_one = lambda *args: None  # the compiled update makes no copies
             if ema is not None:

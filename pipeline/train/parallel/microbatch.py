@@ -15,7 +15,7 @@ REFERENCE = "reference"
 
 class Microbatch(NamedTuple):
     """The model's inputs, and the targets (b, ...) that its output is compared with, by name; all on the device.
-    reference: inputs for which the model without its adapter gives one more target, `REFERENCE`, without gradients.
+    reference: inputs for which the base gives one more target, `REFERENCE`, without gradients.
     rows: of the masks of an adapter's dropout; None: nothing is dropped."""
 
     inputs: Mapping[str, Tensor]

@@ -59,6 +59,8 @@ class ParallelModel:
         data_world: number of shares that a global batch is divided into.
         keep_gathered: gathered parameters stay from one microbatch of a step to the next.
         reduce_each: each microbatch of a step reduces its gradient (`data_parallel.prepare_microbatch`).
+        reference: a frozen copy of the base, whose predictions a loss compares with (`parallelize_reference`); None:
+            the base is the module without its adapter.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ParallelModel:
     ):
         self.module, self.data_world, self.keep_gathered = module, data_world, keep_gathered
         self.reduce_each = reduce_each
+        self.reference: ParallelModel | None = None
         self._taps = {} if taps is None else taps  # what the last forward pass put there
         self._modules = dict(getattr(module, EXTRA, nn.ModuleDict()).items())
         self._freed_norms: _ByGroups | None = None  # norms of gradients that `update_in_backward` has freed
@@ -106,12 +109,28 @@ class ParallelModel:
         if rows is not None:
             give_rows(self.module, rows)
         if reference is not None:
-            with without_adapter(self.module):
-                targets = {**targets, REFERENCE: self.predict(**reference)}
+            targets = {**targets, REFERENCE: self._predict_base(reference)}
         prediction = self.module(**inputs)
         taps = dict(self._taps)
         self._taps.clear()
         return loss(Outputs(prediction, taps, self._modules), targets)
+
+    def _predict_base(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The base's output (b, ...), without gradients."""
+        if self.reference is None:
+            with without_adapter(self.module):
+                return self.predict(**inputs)
+        prediction = self.reference.predict(**inputs)
+        self.reference.reshard()
+        return prediction
+
+    @torch.no_grad()
+    def copy_to_reference(self) -> None:
+        """Give the reference the weights that the model has now, rounded to the reference's dtype."""
+        assert self.reference is not None
+        weights = dict(self.module.named_parameters())
+        for name, value in self.reference.module.named_parameters():
+            local(value).copy_(local(weights[name]))
 
     def predict(self, **inputs: Tensor) -> Tensor:
         """The model's output (b, ...) for the inputs of a microbatch, equal on all processes that have them; no
@@ -220,6 +239,17 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, train: TrainConfig, taps: It
         return PipelineParallelModel(pipeline_parallel.Pipeline(stage, mesh[PP]), data_world)
     keep_gathered = not train.parallel.reshards(mesh[SHARD].size())
     return ParallelModel(model, data_world, keep_gathered, tapped, bool(train.parallel.reduce_each_microbatch))
+
+
+def parallelize_reference(reference: nn.Module, mesh: DeviceMesh, train: TrainConfig) -> ParallelModel:
+    """Parallelize a frozen copy of a model in place, for predictions alone. It is sharded as the model is and has the
+    dtype of the computation, to which FSDP2 rounds parameters before use: its first predictions are the model's. It
+    frees what it has gathered after each block. No pipeline, no tensor parallelism."""
+    parallel = train.parallel.model_copy(update={"reshard_after_forward": True})
+    saving = {"activation_checkpointing": "none", "activation_compression": "none"}
+    model = parallelize(reference, mesh, train.model_copy(update={"parallel": parallel, **saving}))
+    model.module.eval()
+    return model
 
 
 def _tap(into: dict[int, Tensor], number: int, block: nn.Module, inputs: Any, output: Tensor) -> None:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sana_pipe.base.errors import ConfigError
+from sana_pipe.base.layer_classes import adapted_layers
 from sana_pipe.train.config import TrainConfig
 from sana_pipe.train.models.adapters import Adapter
 from sana_pipe.train.models.spec import DrawnValues, ModelSpec, Values, reset_buffers
-from sana_pipe.train.parallel.parallelize import EXTRA, ParallelModel, parallelize
+from sana_pipe.train.parallel.parallelize import EXTRA, ParallelModel, parallelize, parallelize_reference
 from sana_pipe.train.training import optimizers
 from sana_pipe.train.training.ema import EMA
 from sana_pipe.train.training.objectives import Objective
@@ -51,10 +52,23 @@ class Trainable:
             module.add_module(EXTRA, nn.ModuleDict(own))
         return module
 
+    def reference(self, module: nn.Module, train: TrainConfig) -> nn.Module | None:
+        """Make the frozen copy of the base on the meta device; None: no objective asks the base, or the base is
+        `module` without its adapter."""
+        if not self.objective.asks_base or adapted_layers(module):
+            return None
+        with torch.device("meta"):
+            return self.spec.module(train).requires_grad_(False)
+
     def _check(self, train: TrainConfig) -> None:
         divided = [name for name in ("tp_size", "pp_size") if getattr(train.parallel, name) > 1]
-        reason = "an adapter" if self.adapter is not None else "an objective that taps blocks"
-        if divided and (self.adapter is not None or self.objective.taps):
+        reasons = {
+            "an adapter": self.adapter is not None,
+            "an objective that taps blocks": bool(self.objective.taps),
+            "an objective that asks the base (train.prefer)": self.objective.asks_base,
+        }
+        reason = next((words for words, holds in reasons.items() if holds), None)
+        if divided and reason is not None:
             raise ConfigError(
                 f"{reason} does not go with train.parallel.{divided[0]}", fix=f"--set train.parallel.{divided[0]}=1"
             )
@@ -106,6 +120,7 @@ def assemble(
     train: TrainConfig,
     device: torch.device,
     *,
+    reference: nn.Module | None = None,
     placed: Callable[[ParallelModel], None] = lambda model: None,
     names: Callable[[Sequence[int]], Mapping[int, str]] = lambda ids: {},
     step: type[TrainStep] = TrainStep,
@@ -113,12 +128,15 @@ def assemble(
     """Parallelize a module, give it its values, and make what trains it: optimizer, average, step.
 
     Args:
-        module: of `trainable`; changed in place.
+        module, reference: of `trainable`; changed in place.
         placed: gives the parallel model its values, before the optimizer and the average are made.
         names: see `TrainStep`.
     """
     model = parallelize(module, mesh, train, trainable.objective.taps)
     reset_buffers(model.module)
+    if reference is not None:
+        model.reference = parallelize_reference(reference, mesh, train)
+        reset_buffers(model.reference.module)
     placed(model)
     optimizer = optimizers.build(model.module, train.optim, device, seed=train.seed, numerics=train.numerics)
     ema = EMA(model.module, train.ema) if train.ema is not None else None

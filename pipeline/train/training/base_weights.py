@@ -16,7 +16,7 @@ from sana_pipe.base import hub
 from sana_pipe.train.models.adapters import Merged, adapter_from
 from sana_pipe.train.models.config import StartWeights
 from sana_pipe.train.models.spec import ModelSpec, Values, digest_of
-from sana_pipe.train.training.checkpoint import CheckpointError, ModelTensors, recorded_origin
+from sana_pipe.train.training.checkpoint import CheckpointError, ModelTensors, beginning, recorded_origin
 
 
 def start_values(weights: StartWeights | None, seed: int, spec: ModelSpec) -> Values:
@@ -27,7 +27,10 @@ def start_values(weights: StartWeights | None, seed: int, spec: ModelSpec) -> Va
 
 
 def check_base(folder: Path, trained: str | None, base: str | None) -> None:
-    """Refuse another base than that of a checkpoint. trained, base: digest of its base, and of the configured one."""
+    """Refuse another base than that of a checkpoint. trained, base: digest of its base (None: it has none), and of the
+    configured one."""
+    if trained is None:
+        raise lacks_base(folder)
     if trained != base:
         raise CheckpointError(
             f"{folder}: was trained on another base",
@@ -35,6 +38,15 @@ def check_base(folder: Path, trained: str | None, base: str | None) -> None:
             found=str(base),
             fix="restore model.weights; to train on these, begin a new run: --set train.output=DIR without --resume",
         )
+
+
+def lacks_base(folder: Path) -> CheckpointError:
+    """Say that a run has compared itself with no base (`train.prefer`) up to this checkpoint."""
+    return CheckpointError(
+        f"{folder}: its run began without train.prefer, so it does not say which weights are the reference",
+        expected="a run that began with train.prefer",
+        fix=f"begin a new run, whose reference is this checkpoint: {beginning(folder)} in place of --resume",
+    )
 
 
 def first_weights(stored: ModelTensors) -> Mapping[str, Tensor] | None:

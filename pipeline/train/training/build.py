@@ -21,7 +21,7 @@ from sana_pipe.train.parallel.load_sharded import load_sharded
 from sana_pipe.train.parallel.parallelize import ParallelModel
 from sana_pipe.train.training import checkpoint, optimizers
 from sana_pipe.train.training.assemble import Trainable, assemble, objective_of
-from sana_pipe.train.training.base_weights import check_base, start_values
+from sana_pipe.train.training.base_weights import check_base, lacks_base, start_values
 from sana_pipe.train.training.checkpoint import Resumed
 from sana_pipe.train.training.ema import EMA
 from sana_pipe.train.training.optimizers import in_backward
@@ -32,7 +32,8 @@ from sana_pipe.train.training.task import Context, TrainingTask
 @dataclass(frozen=True)
 class TrainingRun:
     """The parts that the loop drives. done: optimizer steps. checkpoint: what the run was resumed from; resumed: or
-    begun from. base: digest of the frozen parameters; None: every parameter is trained."""
+    begun from. base: digest of the start weights, where they are frozen or the objective's base; None: neither, or the
+    base is the checkpoint that the run began from."""
 
     context: Context
     trainable: Trainable
@@ -50,8 +51,9 @@ class TrainingRun:
         """Return what a checkpoint says of the model: its shape and text encoder, and of a part that is trained its
         settings and base."""
         adapter = self.trainable.adapter
-        part = {} if adapter is None else {"adapter": adapter.to_dict(), "base": self.base}
-        return {"architecture": self.trainable.spec.to_dict(), "text_kind": self.context.task.text_kind, **part}
+        part = {} if adapter is None else {"adapter": adapter.to_dict()}
+        base = {} if self.base is None else {"base": self.base}
+        return {"architecture": self.trainable.spec.to_dict(), "text_kind": self.context.task.text_kind, **part, **base}
 
     @property
     def began_from(self) -> dict[str, Any] | None:
@@ -64,21 +66,29 @@ class TrainingRun:
         return self.began_from["total"] if self.began_from else 0
 
     def sections(self) -> dict[str, dict[str, Tensor]]:
-        """Tensors of a checkpoint in addition to those of model and optimizer."""
+        """Tensors of a checkpoint in addition to those of model and optimizer. The frozen copy of the base is one of
+        them where another run has trained it: that run's checkpoint may be removed."""
         ema = {"ema": self.ema.values} if self.ema is not None else {}
-        return {**ema, **({"loss_scale": self.step.scale.state} if self.step.scale.dynamic else {})}
+        reference = {}
+        if self.model.reference is not None and self.began_from is not None:
+            values = self.model.reference.module.named_parameters()
+            reference = {"reference": {name: parameter.detach() for name, parameter in values}}
+        return {**ema, **reference, **({"loss_scale": self.step.scale.state} if self.step.scale.dynamic else {})}
 
 
 def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Resumed | None) -> TrainingRun:
     """Build a run in its start state. Collective; errors are the same on every process."""
     train, device, log = context.train, context.device, context.log
     module = trainable.module(train)
+    reference = trainable.reference(module, train)
     counts = [p.numel() * (1 + 1j * p.requires_grad) for p in module.parameters()]
     start, base = None, None
-    if resumed is None or trainable.adapter is not None:
+    is_base = reference is not None and (resumed is None or resumed.began_from is None)
+    has_base = trainable.adapter is not None or is_base
+    if resumed is None or has_base:
         values = run_on_all(lambda: start_values(context.task.model.weights, train.seed, trainable.spec))
         start = trainable.values(values, module, train.seed)
-        base = broadcast_from_rank_0(lambda: digest_of(values)) if trainable.adapter is not None else None
+        base = broadcast_from_rank_0(lambda: digest_of(values)) if has_base else None
         if resumed is not None:
             folder, of_run = resumed.folder, resumed.document.base
             run_on_all(lambda: check_base(folder, of_run, base))
@@ -86,8 +96,11 @@ def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Res
     def place(model: ParallelModel) -> None:
         if start is not None:
             load_start(model, start, context)
+            if model.reference is not None:
+                model.copy_to_reference()
 
-    made = assemble(trainable, module, mesh, train, device, placed=place, names=context.task.names)
+    names = context.task.names
+    made = assemble(trainable, module, mesh, train, device, reference=reference, placed=place, names=names)
     run = TrainingRun(context, trainable, *made, base=base)
     if resumed is not None:
         run = _restore(run, resumed)
@@ -127,9 +140,12 @@ def _restore(run: TrainingRun, resumed: Resumed) -> TrainingRun:
     folder, document, begins = resumed
     log, done = run.context.log, document.state.step
     fresh = _why_fresh(run.context.train, document.config["train"]) if begins else None
-    absent = checkpoint.load(folder, document, run.model.module, run.optimizer, run.sections(), moments=fresh is None)
+    sections = run.sections() if begins else replace(run, resumed=resumed).sections()
+    absent = checkpoint.load(folder, document, run.model.module, run.optimizer, sections, moments=fresh is None)
     if begins:
         return _begin(run, resumed, fresh, absent)
+    if "reference" in absent:
+        raise lacks_base(folder)
     for line in run.context.task.written.changed_since(document.config):
         log(f"changed since the checkpoint: {line}")
     if "ema" in absent and run.ema is not None:
@@ -151,6 +167,8 @@ def _why_fresh(train: TrainConfig, earlier: dict[str, Any]) -> str | None:
 def _begin(run: TrainingRun, resumed: Resumed, fresh: str | None, absent: set[str]) -> TrainingRun:
     """The run before its first step, with the values of a checkpoint of another run."""
     folder, state = resumed.folder, resumed.document.state
+    if run.model.reference is not None:
+        run.model.copy_to_reference()
     kept = ["weights", *(["moments"] if fresh is None else [])]
     if run.ema is not None and "ema" in absent:
         run.ema.restart()

@@ -3,7 +3,8 @@
 `Saver` writes `step-00000500.TOKEN.tmp`, then `checkpoint.json` in it with the xxh3-128 of every file, then
 renames the folder: DCP alone cannot tell a finished checkpoint from one that a kill left nearly right. Only tensors are
 stored, fp32 (bf16 for `bf16_pure`), as `model.PARAMETER`, `optim.state.PARAMETER.MOMENT`, `ema.PARAMETER`,
-`loss_scale.NUMBER`; settings come from the configuration that resumes, learning rate and seeds from the step.
+`loss_scale.NUMBER`, `reference.PARAMETER`; settings come from the configuration that resumes, learning rate and seeds
+from the step.
 Price: a copy in host memory; files are read back once; all processes see one file system.
 """
 
@@ -86,8 +87,9 @@ class Document:
 
     began_from: the state in the checkpoint that the run began from, in `total` the steps of all runs before, and in
         `heldout` the snapshot that the other run was validated on, if any; None if the run began from start weights.
-    processes: how many wrote it. written_by: versions, GPU, host and command of the first of them. adapter, base: where
-        a part of the model is trained, its settings, and a digest of the rest, which is not in the checkpoint.
+    processes: how many wrote it. written_by: versions, GPU, host and command of the first of them. adapter: where a
+        part of the model is trained, its settings. base: digest of the start weights, where they are not in the
+        checkpoint: the rest of the model, or the reference of `train.prefer`.
         text_kind: of the encoder whose rows were trained on; None: not known.
     """
 

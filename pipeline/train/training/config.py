@@ -97,8 +97,9 @@ class MaskConfig(Section):
 
 
 class PreferConfig(Section):
-    """Learn from preference pairs: the snapshot has rejected pictures (`data.pictures.rejected`). The base, without the
-    adapter, is the reference (see docs/guides/preferences.md)."""
+    """Learn from preference pairs (docs/guides/preferences.md): the snapshot has rejected pictures
+    (`data.pictures.rejected`). The reference, called the base, is the model without its adapter, or without `adapter` a
+    frozen copy of the start weights."""
 
     beta: Annotated[float, Field(gt=0)] = 2000.0
     """Strength of the bond to the base, in the loss -log sigmoid(beta/2 margin). Larger: the loss is content with a

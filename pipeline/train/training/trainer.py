@@ -36,13 +36,15 @@ from sana_pipe.train.config import TrainConfig
 from sana_pipe.train.parallel.collectives import all_gather_objects, broadcast_from_rank_0, run_on_all
 from sana_pipe.train.parallel.mesh import open_mesh
 from sana_pipe.train.training import checkpoint, optimizers
+from sana_pipe.train.training.assemble import Trainable
 from sana_pipe.train.training.build import TrainingRun, build, trainable_of
+from sana_pipe.train.training.checkpoint import Resumed
 from sana_pipe.train.training.checks import check_inputs, check_start, check_versions
 from sana_pipe.train.training.drawings import Drawings
 from sana_pipe.train.training.feeding import Feed
 from sana_pipe.train.training.lock import Lock, run_lock
 from sana_pipe.train.training.memory import memory_errors
-from sana_pipe.train.training.metrics import Metrics, export, not_looked_at
+from sana_pipe.train.training.metrics import Metrics, export, not_looked_at, read_events
 from sana_pipe.train.training.profiling import tracing
 from sana_pipe.train.training.step import Outcome
 from sana_pipe.train.training.stop_request import StopRequest, catch_signals_of
@@ -106,6 +108,9 @@ def fit(
                 f"{done} steps are done, and train.steps is {train.steps}; still to do after the last step: "
                 f"{', '.join(lacking)}"
             )
+        if resumed is not None and (why := broadcast_from_rank_0(lambda: _why_ended(context, trainable, resumed))):
+            log(_ended(resumed.done, why))
+            return Report(resumed.done, resumed.folder, None, None)
         broadcast_from_rank_0(task.accepted)
         run = build(context, mesh, trainable, resumed)
         for line in optimizers.advice(train.optim, train.steps):
@@ -121,6 +126,26 @@ def _not_looked_at(context: Context) -> list[str]:
     snapshot, validated = None if validation is None else validation.snapshot, task.validation is not None
     drawn = task.pictures is not None
     return not_looked_at(context.folder, context.train.steps, snapshot, validated=validated, drawn=drawn)
+
+
+def _why_ended(context: Context, trainable: Trainable, resumed: Resumed) -> str | None:
+    """Say why the validation after a checkpoint has ended the run; None: it has not, or would not under the options of
+    today."""
+    journal, objective, validation = context.folder / "metrics.jsonl", trainable.objective, context.train.validation
+    if not objective.may_end or validation is None or not journal.exists():
+        return None
+    rows = read_events(journal, events_only=True).get("validation", [])
+    rows = [row for row in rows if row["snapshot"] == validation.snapshot and row["step"] <= resumed.done]
+    if not rows or rows[-1]["step"] != resumed.done:
+        return None
+    return objective.why_end([row["parts"] for row in rows if row.get("parts")])
+
+
+def _ended(step: int, why: str) -> str:
+    return (
+        f"ended after step {step}: {why}. sample --best and export --best take the checkpoint with the lowest held-out "
+        "loss; --resume auto --set train.prefer.stop=null goes on"
+    )
 
 
 def _open_run_directory(run: TrainingRun, expected: Compare | None, progress: LiveLine) -> Metrics:
@@ -303,10 +328,7 @@ class Loop:
 
     def _report(self, stopped: bool) -> Report:
         if self.validation.ended is not None and self.done < self.train.steps:
-            self.context.log(
-                f"ended after step {self.done}: {self.validation.ended}. sana-pipe export --best takes the checkpoint "
-                "with the lowest held-out loss; --resume auto --set train.prefer.stop=null goes on"
-            )
+            self.context.log(_ended(self.done, self.validation.ended))
         elif self.done < self.train.steps and not stopped:
             raise RuntimeError(f"the loader ended at step {self.done} of {self.train.steps}")
         names = [name for name in all_gather_objects(self.stop.name) if name] if stopped else []

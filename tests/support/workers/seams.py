@@ -23,7 +23,7 @@ from sana_pipe.train.training.trainer import fit
 from tests.support.low_rank import Aligned, LowRank
 from tests.support.workers import tiny_run
 
-KINDS = ("low rank", "aligned", "dora", "controlnet", "prefer")
+KINDS = ("low rank", "aligned", "dora", "controlnet", "prefer", "prefer, whole")
 """The adapter of the tests, the second loss, and by configuration DoRA with preservation, a ControlNet and pairs."""
 PROMPT = torch.randn(7, tiny_run.TEXT_WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16()
 """Text rows of the prompt of preserved samples; with so few of these a process has none in some steps."""
@@ -46,10 +46,11 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
         "dora": {"preserved": [PROMPT]},
         "controlnet": {},
         "prefer": {},
+        "prefer, whole": {},
         "low rank": {"adapter": LowRank()},
         "aligned": {"objective": Aligned(given.train.flow)},
     }
-    part = parts[kind]
+    changes = parts[kind]
     if kind == "dora":
         adapter = AdapterConfig(kind="dora", rank=3, alpha=5.0, targets="all", dropout=0.2)
         given = given.with_train(adapter=adapter, preserve=PreserveConfig(share=0.3, prompt="a dog"))
@@ -59,10 +60,12 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
         given = given.with_train(controlnet=ControlNetConfig(layers=2, control_drop=0.3), pictures=drawing)
         given = given.model_copy(update={"sample": SampleConfig(steps=2)})
         task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
-    if kind == "prefer":
-        given = given.with_train(adapter=AdapterConfig(rank=3), prefer=PreferConfig(beta=4.0, stop=None))
+    if kind.startswith("prefer"):
+        whole = {"adapter": None, "optim": given.train.optim.model_copy(update={"lr": 1e-3})}
+        part = whole if kind == "prefer, whole" else {"adapter": AdapterConfig(rank=3)}
+        given = given.with_train(prefer=PreferConfig(beta=4.0, stop=None), **part)
         task = tiny_run.task(given, layout.data_rank(launch.rank), layout.data_world)
-    return fit(given.train, replace(task, **part), launch, log=lambda line: None, **options)
+    return fit(given.train, replace(task, **changes), launch, log=lambda line: None, **options)
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Sana's objective of preference pairs: rather the chosen picture than the rejected one (`train.prefer`).
 
 The loss is Diffusion-DPO (arXiv 2311.12908) with the errors of flow matching (arXiv 2501.13918, its constant beta). The
-reference is the same weights without the adapter. Both pictures of a pair have one noise, one noise level and one
-caption. The anchor is DPO-Positive's penalty (arXiv 2402.13228) as a part of its own.
+reference is the model without its adapter, or a frozen copy of the start weights. Both pictures of a pair have one
+noise, one noise level and one caption. The anchor is DPO-Positive's penalty (arXiv 2402.13228) as a part of its own.
 Price: a microbatch of b pairs is a forward and backward pass of 2 b samples, and a forward pass without gradients.
 """
 
@@ -42,7 +42,7 @@ class Preferring(Flow):
 
     def __init__(self, flow: FlowConfig, prefer: PreferConfig):
         super().__init__(flow)
-        self.pictures = ("rejected",)
+        self.pictures, self.asks_base = ("rejected",), True
         self.beta, self.stop, self.may_end = prefer.beta, prefer.stop, prefer.stop is not None
         reported = ("accuracy", "margin", "chosen", "chosen_reference", "rejected", "rejected_reference")
         self.parts: Mapping[str, float] = {"prefer": 1.0, "anchor": prefer.anchor, **dict.fromkeys(reported, 0.0)}
