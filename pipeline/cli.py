@@ -498,6 +498,7 @@ def encode(config: Config, dry_run: bool, probe: bool, **options: Any) -> Any:
         "sana-pipe bucket --name round2 --set bucket.batch=128 --set bucket.remainder=drop",
         "sana-pipe bucket --filter 'least(width, height) >= 768' --set bucket.heldout=0.01",
         "sana-pipe bucket --like round1 --name round2",
+        "sana-pipe bucket --dry-run --set bucket.dedup=near --show-duplicates duplicates.html",
         "sana-pipe bucket --pack --snapshot round2   # joint shards for training from an object store",
     ]
 )
@@ -506,6 +507,7 @@ def encode(config: Config, dry_run: bool, probe: bool, **options: Any) -> Any:
 @click.option("--filter", "condition", metavar="SQL", help="Use only samples that satisfy this; sets bucket.filter.")
 @click.option("--like", metavar="NAME|ID", help="Use the rules of this snapshot on today's data, and say what differs.")
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the content of the snapshot.")
+@click.option("--show-duplicates", metavar="FILE", help="Write a page with the pictures of the largest groups.")
 @click.option(
     "--pack",
     is_flag=True,
@@ -521,6 +523,7 @@ def bucket(
     condition: str | None,
     like: str | None,
     dry_run: bool,
+    show_duplicates: str | None,
     pack: bool,
     snapshot: str | None,
     latest: bool,
@@ -541,6 +544,8 @@ def bucket(
         raise click.UsageError("--move is for --name")
     if snapshot is not None and condition is not None:
         raise click.UsageError("--filter is for a new snapshot, and --snapshot names one that is there")
+    if snapshot is not None and show_duplicates is not None:
+        raise click.UsageError("--show-duplicates is for a new snapshot, and --snapshot names one that is there")
     if snapshot is not None and like is not None:
         raise click.UsageError("--like is for a new snapshot, and --snapshot names one that is there")
     if pack and (dry_run or (as_json and snapshot is None)):
@@ -549,11 +554,11 @@ def bucket(
         config = config.model_copy(update={"bucket": config.bucket.model_copy(update={"filter": condition})})
     from sana_pipe.stages import bucket as stage
 
-    repeated: dict[str, Any] = {}
+    repeated: dict[str, Any] = {} if show_duplicates is None else {"show_duplicates": local_path(show_duplicates)}
     if like is not None:
         overrides = click.get_current_context().params["overrides"]
         chosen = [text.partition("=")[0].strip() for text in overrides] + ["bucket.filter"] * (condition is not None)
-        repeated = {"like": like, "chosen": chosen}
+        repeated |= {"like": like, "chosen": chosen}
     if not pack:
         return stage.run(config, name=name, dry_run=dry_run, as_json=as_json, move=move, **repeated)
     from sana_pipe.stages import pack as packing

@@ -9,26 +9,30 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import click
 
 from sana_pipe.base.amounts import amount
 from sana_pipe.base.config import setting
-from sana_pipe.base.errors import CacheError, escaped
+from sana_pipe.base.errors import CacheError, ConfigError, escaped
 from sana_pipe.config import Config
 from sana_pipe.data.cache import copies, status, withdrawn
 from sana_pipe.data.cache.cache import Cache, check_snapshot_name
 from sana_pipe.data.signals import Encoders
 from sana_pipe.data.snapshots.inputs import PLACES, Inputs, open_caches, read_inputs
-from sana_pipe.data.snapshots.making import make
+from sana_pipe.data.snapshots.making import Made, make
 from sana_pipe.data.snapshots.near import Report
 from sana_pipe.data.snapshots.publishing import publish
 from sana_pipe.data.snapshots.repeating import Rules
 from sana_pipe.data.sources import reject_kinds
 from sana_pipe.data.work.progress import Progress
+from sana_pipe.tools import outputs
 from sana_pipe.tools.locations import cache_location
+from sana_pipe.tools.reporting import duplicates_page, page
 from sana_pipe.tools.reporting.controls_and_masks import mask_notes
+from sana_pipe.tools.reporting.source_pictures import SourcePictures
 
 MANY = 200_000
 """Samples from which on the progress of a comparison is shown."""
@@ -42,6 +46,7 @@ def run(
     move: bool = False,
     like: str | None = None,
     chosen: Sequence[str] = (),
+    show_duplicates: Path | None = None,
 ) -> str:
     """Make a snapshot of the sources in the cache and in `bucket.caches`.
 
@@ -52,17 +57,22 @@ def run(
         move: let the name point to it though it points to another snapshot.
         like: a snapshot whose rules are used again, in place of those of the configuration.
         chosen: options that the command line states; with `like` they may not say another rule.
+        show_duplicates: file of a page with the pictures of the largest groups of duplicates.
 
     Returns:
         The snapshot's id; "" for a dry run.
 
     Raises:
         CacheError: no source yet, or sources of different encodings, or of other settings than the configuration.
+        ConfigError: `show_duplicates`, and no rule compares pictures.
         IntegrityError: a file that the snapshot would name is missing, or a shard is of another size.
         UserError: nothing is left to train on, a setting names what is not there, or the name is not valid or taken.
     """
     if name is not None:
         check_snapshot_name(name)
+    if show_duplicates is not None:
+        outputs.check(config, show_duplicates, option=duplicates_page.SHOW)
+        page.check_out(show_duplicates, duplicates_page.SHOW)
     caches = open_caches(cache_location(config), config.bucket.caches, dry_run or like is not None)
     rules, notes = None, list[str]()
     if like is not None:
@@ -80,6 +90,9 @@ def run(
     validation = config.train.validation
     part = None if validation is None else validation.snapshot
     made, heldout_made = make(inputs, settings, part, _comparing)
+    if show_duplicates is not None:
+        _show_duplicates(config, inputs, made, show_duplicates)
+        report["page"] = str(show_duplicates)
     joined = made.joined
     report["notes"] = [*notes, *joined.notes]
     report |= publish(made, inputs, dry_run, name, move)
@@ -111,6 +124,26 @@ def _like(config: Config, caches: Sequence[Cache], like: str, chosen: Sequence[s
     places = {option: getattr(config.bucket, option) for option in PLACES}
     sections = {"bucket": settings.model_copy(update=places), "data": config.data.model_copy(update=rules.data)}
     return rules, config.model_copy(update=sections), notes
+
+
+def _show_duplicates(config: Config, inputs: Inputs, made: Made, out: Path) -> None:
+    """Write the page of the largest groups of duplicates.
+
+    Raises:
+        ConfigError: no rule compares pictures.
+        UserError: the page cannot be written.
+    """
+    if not made.duplicates:
+        raise ConfigError(
+            f"{duplicates_page.SHOW}: no pictures are compared, so there is nothing to show",
+            expected="bucket.dedup: near or image; or bucket.heldout above 0 in a cache with hashes",
+            found=f"bucket.dedup: {config.bucket.dedup}",
+            fix=setting("bucket.dedup", "near", "image"),
+        )
+    photos = {source: SourcePictures(config.data, scan.cache) for source, scan in inputs.scans.items()}
+    duplicates_page.write(
+        made.duplicates, config.bucket.dedup_keep, lambda source, item: photos[source].thumbnail(source, item), out
+    )
 
 
 @contextmanager
@@ -152,6 +185,8 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
         click.echo(f"each reject with its reason: {file}")
     for note in report["notes"]:
         click.echo(f"note: {note}")
+    if "page" in report:
+        click.echo(f"page of the largest groups: {report['page']}")
     _print_id(report)
     if "like" in report:
         _print_like(report["like"], report["snapshot"])

@@ -414,7 +414,9 @@ def test_bucket_packs_what_it_made_or_what_is_named(stage: Callable[..., Calls])
     }
     filtered = ["--pack", "--snapshot", "s", "--filter", "width > 1"]  # of a snapshot that is there
     repeated = ["--pack", "--snapshot", "s", "--like", "r"]
-    for wrong in (["--snapshot", "s"], ["--latest"], ["--pack", "--dry-run"], ["--pack", "--json"], filtered, repeated):
+    shown = ["--pack", "--snapshot", "s", "--show-duplicates", "f"]
+    alone = (["--snapshot", "s"], ["--latest"], ["--pack", "--dry-run"], ["--pack", "--json"])
+    for wrong in (*alone, filtered, repeated, shown):
         assert end("bucket", *wrong) == 2
     assert len(bucket) == 1 and len(pack) == 2 and checked == ["n", None]
     assert end("bucket", "--pack", "--like", "r", "--set", "bucket.batch=2") == 0

@@ -4,7 +4,10 @@ were not compared."""
 from __future__ import annotations
 
 import csv
+import html
 import json
+import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,21 +16,26 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import yaml
 from PIL import Image, ImageDraw
 
 import sana_pipe.stages.bucket
 import sana_pipe.stages.encode
 import sana_pipe.stages.report
 import sana_pipe.stages.view
-from sana_pipe.base.errors import UserError
+from sana_pipe.base.errors import ConfigError, UserError
 from sana_pipe.config import Config
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.keys import sample_ids
 from sana_pipe.data.cache.scratch import Scratch
+from sana_pipe.data.images.perceptual_hash import LENGTH, WORDS
 from sana_pipe.data.snapshots import duplicates, heldout, selection
 from sana_pipe.data.snapshots.duplicates import Duplicates, Named
 from sana_pipe.data.snapshots.frames import Frame
 from sana_pipe.data.snapshots.join import Joined
+from sana_pipe.data.snapshots.near import DISTANCE
+from sana_pipe.data.snapshots.near_samples import NearGroups
+from tests.support.constants import set_constants
 from tests.support.reports import collect
 
 MakeConfig = Callable[..., Config]
@@ -106,8 +114,93 @@ def test_every_picture_of_every_group_is_listed(dedup: str, bucket: Callable[...
         assert {row["picture"] for row in group} == {f"all: {name}" for name in names}
         assert [row["stays"] for row in group] == ["yes", *["no"] * (len(names) - 1)]
         assert group[0]["picture"].removeprefix("all: ") in left
+        for row in group:
+            why = "looks the same" if names == CUPS else "equal file"
+            assert row["why"] == ("" if row is group[0] else why)
+            near = (0, DISTANCE) if names == CUPS else (0, 0)
+            if row is group[0] or dedup == "image":
+                assert row["distance"] == ""
+            else:
+                assert near[0] <= int(row["distance"]) <= near[1]
+    assert {row["why"] for row in rows if row not in compared} <= {"too little detail"}
     assert groups["left_out"] == sum(len(names) - 1 for names in wanted)
     assert len(left) == 7 - groups["left_out"]
+
+
+def test_the_distance_is_to_the_first_picture_and_says_who_is_only_near_another() -> None:
+    """A looks like B and B like C, in other bits; D has the file of A at another resolution, E the bits in other
+    colours."""
+    frame = _frame(np.array(["a", "b", "c", "d", "e"]))
+    frame.digest[3] = frame.digest[0]
+    hashed = np.random.default_rng(1).integers(0, 1 << 16, (1, LENGTH), np.uint16).repeat(5, 0)
+    hashed[:, WORDS + 1 :] = 0x8080
+    hashed[:, WORDS] = 255
+    hashed[1, 0] ^= 0x03FF
+    hashed[2, :2] ^= np.array([0x03FF, 0x0FFF], np.uint16)
+    hashed[4, WORDS + 1 :] = 0xFF00
+    keys = np.full(5, b"%016d" % 7, "S16")
+    near_groups = NearGroups(keys, np.empty(0, np.int64), np.array([0, 1, 2, 0, 4]), hashed)
+    joined = Joined(["s"])
+    groups = Duplicates("near", joined, frame, near_groups)
+    selection.deduplicated(joined, frame, [], selection.Earlier(Scratch()), keys, listed=groups)
+    [(count, members)] = groups.largest(5, 12)
+    assert count == 5 and [member.stays for member in members] == [True, *[False] * 4]
+    whole = [(member.item, member.bits, member.why) for member in members]
+    through = "looks the same as another of its group"
+    assert whole[:3] == [("a", None, ""), ("b", 10, "looks the same"), ("c", 22, through)]
+    assert whole[3:] == [("d", 0, "equal file"), ("e", None, through)]
+    [(count, few)] = groups.largest(5, 2)
+    assert count == 5 and few == members[:2]
+
+
+def test_the_page_shows_each_group_with_what_stays_first(
+    config: Callable[..., Config], source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, keep = tmp_path / "duplicates.html", 'bucket.dedup_keep=["all: rocket.png"]'
+    before = sorted(path for path in (tmp_path / "cache").rglob("*"))
+    sana_pipe.stages.bucket.run(config("bucket.dedup=near", keep), dry_run=True, show_duplicates=out)
+    assert str(out) in capsys.readouterr().out
+    assert sorted(path for path in (tmp_path / "cache").rglob("*")) == before, "a dry run writes the page alone"
+    text = html.unescape(out.read_text())
+    cards = text.split('<div class="card">')[1:]
+    assert len(cards) == 2 and ["Group 1: 3 pictures" in cards[0], "Group 2: 2 pictures" in cards[1]] == [True, True]
+    captions = re.findall("<figcaption>(.*?)</figcaption>", cards[0])
+    assert [caption.partition(",")[0].partition(":")[0] for caption in captions] == ["stays", "left out", "left out"]
+    assert all(re.search(r"looks the same, distance \d+: all: coffee", caption) for caption in captions[1:])
+    left_out = [re.search(r": (all: \S+) \(", caption)[1] for caption in captions[1:]]  # type: ignore[index]
+    [words] = [shlex.split(line) for line in re.findall("(--set .*?)</p>", cards[0])]
+    assert words[0] == "--set" and yaml.safe_load(words[1].partition("=")[2]) == ["all: rocket.png", *left_out]
+    assert len(re.findall("<img ", text)) == 5 and "2 pictures have too little detail" in text
+    of = config("bucket.dedup=near", words[1])
+    snapshot = Cache(of.cache).open_snapshot(sana_pipe.stages.bucket.run(of))
+    after = {snapshot.source_item(row)[1] for row in range(len(snapshot))}
+    assert set(CUPS) <= after
+
+
+def test_the_page_is_bounded_and_says_so(
+    config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_constants(
+        monkeypatch,
+        {"sana_pipe.tools.reporting.duplicates_page.GROUPS": 1, "sana_pipe.tools.reporting.duplicates_page.MEMBERS": 2},
+    )
+    out = tmp_path / "duplicates.html"
+    sana_pipe.stages.bucket.run(config("bucket.dedup=near"), dry_run=True, show_duplicates=out)
+    text = html.unescape(out.read_text())
+    assert text.count("<img ") == 2 and "the 1 largest groups" in text
+    assert "Group 1: 3 pictures, of which 2 are shown" in text
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(
+    config: Callable[..., Config], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="--show-duplicates") as refused:
+        sana_pipe.stages.bucket.run(config(), show_duplicates=tmp_path / "none.html")
+    assert "bucket.dedup=near" in str(refused.value.fix) and not Cache(config().cache).snapshot_names()
+    (tmp_path / "notes.html").write_text("mine")
+    with pytest.raises(UserError, match="not a page") as foreign:
+        sana_pipe.stages.bucket.run(config(f"cache={tmp_path / 'no'}"), show_duplicates=tmp_path / "notes.html")
+    assert "--show-duplicates" in str(foreign.value.fix) and (tmp_path / "notes.html").read_text() == "mine"
 
 
 def test_pictures_with_too_little_detail_are_counted_and_named(

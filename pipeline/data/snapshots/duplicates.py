@@ -2,7 +2,7 @@
 
 What: `Duplicates` collects groups, shows the largest, and `write` lists all of them in a CSV in the cache, the largest
 first. `Named` finds the samples of `bucket.dedup_keep`.
-Price: 17 bytes of temporary files for each picture in a group, and 16 bytes of memory a group when they are listed.
+Price: 25 bytes of temporary files for each picture in a group, and 16 bytes of memory a group when they are listed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from sana_pipe.base.errors import UserError
 from sana_pipe.data.cache.arrow import batches
 from sana_pipe.data.cache.files import Files
 from sana_pipe.data.cache.layout import sample_id
+from sana_pipe.data.images.perceptual_hash import BITS
 from sana_pipe.data.snapshots.frames import Frame, pieces
 from sana_pipe.data.snapshots.join import Joined
+from sana_pipe.data.snapshots.near import DISTANCE
+from sana_pipe.data.snapshots.near_samples import NearGroups
 from sana_pipe.data.sources import reject_kinds
 
 LARGEST = 10
@@ -37,6 +40,51 @@ CANDIDATES = 5000
 """Names that are compared letter by letter with one that does not exist."""
 AT_A_TIME = 1 << 12
 """Groups that are listed at a time."""
+EQUAL, NEAR, THROUGH, FLAT = (
+    "equal file",
+    "looks the same",
+    "looks the same as another of its group",
+    "too little detail",
+)
+"""The reasons for which a picture is in a group, or in none."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A picture of a group.
+
+    Attributes:
+        group: its number, from 1; None: the picture was not compared.
+        stays: whether the snapshot has it, unless another rule leaves it out.
+        bits: of 128 in which its hash differs from that of the first picture of the group, which stays; None of the
+            first, without hashes, and of a picture in other colours.
+        why: of `EQUAL`, `NEAR`, `THROUGH` (the first picture looks different: one between them looks like both) and
+            `FLAT`; "" of the first.
+    """
+
+    group: int | None
+    source: str
+    item: str
+    width: int
+    height: int
+    stays: bool
+    bits: int | None
+    why: str
+
+    @property
+    def name(self) -> str:
+        """The picture as `bucket.dedup_keep` names it."""
+        return f"{self.source}: {self.item}"
+
+    def cells(self) -> list[str | int]:
+        """The values of its line in the list, as `COLUMNS`."""
+        said = "not compared" if self.group is None else "yes" if self.stays else "no"
+        number, bits = ("" if value is None else value for value in (self.group, self.bits))
+        return [number, reject_kinds.cell(self.name), self.width, self.height, said, bits, self.why]
+
+
+COLUMNS = ("group", "picture", "width", "height", "stays", "distance", "why")
+"""The columns of the list. distance: `Member.bits`."""
 
 
 class Duplicates:
@@ -44,7 +92,7 @@ class Duplicates:
 
     Args:
         kind: what a group has in common, as `bucket.dedup` names it: image or near.
-        not_compared: rows of pictures that were not compared.
+        near_groups: of the frame's pictures, where hashes were compared.
 
     Attributes:
         named: of the pictures in `wanted`, those that are in a group with others. They are ids of pictures.
@@ -55,21 +103,22 @@ class Duplicates:
         kind: str,
         joined: Joined,
         frame: Frame,
-        not_compared: np.ndarray | None = None,
+        near_groups: NearGroups | None = None,
         wanted: Iterable[int] = (),
     ):
         self._wanted, self.named = np.fromiter(wanted, np.uint64), set[int]()
         self.kind, self._sources, self._frame = kind, joined.sources, frame
-        self.not_compared = np.empty(0, np.int64) if not_compared is None else not_compared
+        self._near = near_groups
+        self.not_compared = np.empty(0, np.int64) if near_groups is None else near_groups.not_compared
         scratch = joined.scratch
         self._writers = scratch.writer(np.int64), scratch.writer(bool), scratch.writer(np.int64)
         self._rows, self._stays, self._starts = (np.empty(0, dtype) for dtype in (np.int64, bool, np.int64))
 
     @classmethod
-    def that_stay(cls, joined: Joined, frame: Frame, keys: np.ndarray, not_compared: np.ndarray) -> Duplicates:
-        """Groups of near-duplicates of which all pictures stay. keys: (n,) S16, of their groups."""
-        every = cls("near", joined, frame, not_compared)
-        for _, rows, first in joined.scratch.by_key(keys[piece] for piece in pieces(len(frame))):
+    def that_stay(cls, joined: Joined, frame: Frame, near_groups: NearGroups) -> Duplicates:
+        """Groups of near-duplicates of which all pictures stay."""
+        every = cls("near", joined, frame, near_groups)
+        for _, rows, first in joined.scratch.by_key(near_groups.keys[piece] for piece in pieces(len(frame))):
             every.add(rows, np.cumsum(first), np.ones(len(rows), bool))
         every.finish()
         return every
@@ -122,31 +171,74 @@ class Duplicates:
         with files.temporary() as temporary:
             with cache_errors(temporary), open(temporary, "x", encoding="utf-8", newline="") as sheet:
                 lines = csv.writer(sheet, lineterminator="\n")
-                lines.writerow(["group", "picture", "width", "height", "stays"])
-                for rows, groups, stays in self._listed():
-                    names = map(reject_kinds.cell, self._names(rows))
-                    sizes = self._frame.width[rows].tolist(), self._frame.height[rows].tolist()
-                    lines.writerows(zip(groups, names, *sizes, stays, strict=True))
+                lines.writerow(COLUMNS)
+                for members in self._listed():
+                    lines.writerows(member.cells() for member in members)
                 sheet.flush()
                 os.fsync(sheet.fileno())
             files.replace(path, temporary)
         return path
 
-    def _listed(self) -> Iterator[tuple[np.ndarray, list[str], list[str]]]:
-        """Rows, the numbers of their groups, and whether they stay, some thousands at a time."""
+    def largest(self, groups: int, members: int) -> Iterator[tuple[int, list[Member]]]:
+        """The largest groups: how many pictures each has, and its first ones, what stays before what is left out."""
+        for at, group in enumerate(self._order()[:groups].tolist()):
+            places, numbers = self._places(np.array([group]))
+            some = places[:members]
+            yield len(places), self._members(self._rows[some], at + 1 + numbers[:members], self._stays[some])
+
+    def _listed(self) -> Iterator[list[Member]]:
+        """All pictures of all groups, then what was not compared, some thousands at a time."""
         order = self._order()
         for first in range(0, len(order), AT_A_TIME):
-            some = order[first : first + AT_A_TIME]
-            sizes = self._starts[some + 1] - self._starts[some]
-            numbers = np.repeat(np.arange(len(some)), sizes)
-            places = np.arange(len(numbers)) + (self._starts[some] - np.cumsum(sizes) + sizes)[numbers]
-            places = places[np.lexsort((~self._stays[places], numbers))]  # what stays comes first
+            places, numbers = self._places(order[first : first + AT_A_TIME])
             for piece in pieces(len(places)):
-                stays = np.where(self._stays[places[piece]], "yes", "no").tolist()
-                yield self._rows[places[piece]], (numbers[piece] + first + 1).astype(str).tolist(), stays
+                some, of = places[piece], numbers[piece]
+                heads = places[np.searchsorted(numbers, of)]
+                yield self._members(self._rows[some], first + 1 + of, self._stays[some], self._rows[heads])
         for piece in pieces(len(self.not_compared)):
             rows = self.not_compared[piece]
-            yield rows, [""] * len(rows), ["not compared"] * len(rows)
+            yield self._members(rows, None, np.ones(len(rows), bool), rows)
+
+    def _places(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The places in `_rows` of all pictures of some groups, what stays first; and which of the groups, from 0."""
+        sizes = self._starts[groups + 1] - self._starts[groups]
+        numbers = np.repeat(np.arange(len(groups)), sizes)
+        places = np.arange(len(numbers)) + (self._starts[groups] - np.cumsum(sizes) + sizes)[numbers]
+        return places[np.lexsort((~self._stays[places], numbers))], numbers
+
+    def _members(
+        self, rows: np.ndarray, groups: np.ndarray | None, stays: np.ndarray, firsts: np.ndarray | None = None
+    ) -> list[Member]:
+        """Describe pictures. groups: their numbers; None: they were not compared. firsts: rows of the first picture of
+        the group of each; None: all are of one group, and `rows` begins with it."""
+        frame, heads = self._frame, np.broadcast_to(rows[:1], len(rows)) if firsts is None else firsts
+        bits = None if self._near is None or groups is None else self._near.bits(rows, heads)
+        equal = frame.digest[rows] == frame.digest[heads]
+        members = []
+        items = frame.item.take(pa.array(rows)).to_pylist()
+        for at, (row, head, item) in enumerate(zip(rows.tolist(), heads.tolist(), items, strict=True)):
+            apart = None if bits is None or row == head or bits[at] == BITS else int(bits[at])
+            if groups is None:
+                why = FLAT
+            elif row == head:
+                why = ""
+            elif equal[at]:
+                why = EQUAL
+            else:
+                why = NEAR if apart is not None and apart <= DISTANCE else THROUGH
+            members.append(
+                Member(
+                    None if groups is None else int(groups[at]),
+                    self._sources[frame.source[row]],
+                    item,
+                    int(frame.width[row]),
+                    int(frame.height[row]),
+                    bool(stays[at]),
+                    apart,
+                    why,
+                )
+            )
+        return members
 
     def _order(self) -> np.ndarray:
         """The groups, the largest first."""

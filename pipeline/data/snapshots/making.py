@@ -132,7 +132,7 @@ class _Maker:
         if near_groups is not None and settings.dedup == "near":
             frame, keys = self._deduplicated(frame, listed, near_groups)  # one picture of each, and those of dedup_keep
         elif near_groups is not None:
-            listed.append(Duplicates.that_stay(joined, frame, near_groups.keys, near_groups.not_compared))
+            listed.append(Duplicates.that_stay(joined, frame, near_groups))
         if settings.dedup_keep and settings.dedup == "none":
             joined.notes.append("bucket.dedup_keep has no effect, since bucket.dedup=none leaves nothing out")
         distance = None if keys is None else near.DISTANCE
@@ -172,10 +172,9 @@ class _Maker:
         """Leave out equal files, or near-duplicates; returns what stays, and keys of groups that a held-out part takes
         whole."""
         settings, joined = self.settings, self.joined
-        keys, better, flat = None, None, None
+        keys, better = None, None
         if near_groups is not None:
             keys, better = near_groups.keys, selection.larger(frame, self.inputs.records)
-            flat = near_groups.not_compared
         if frame.pairs:  # a picture may be chosen in several pairs
             keys = pairs.equal_pairs(frame, keys)
         names = Named.of(settings.dedup_keep, self.inputs.scans)
@@ -183,7 +182,7 @@ class _Maker:
         missing = [name for name in settings.dedup_keep if name not in pictures]
         if missing:
             names.check(missing, {source: scan.cache.table(scan.table) for source, scan in self.inputs.scans.items()})
-        listed.append(Duplicates(settings.dedup, joined, frame, flat, pictures.values()))
+        listed.append(Duplicates(settings.dedup, joined, frame, near_groups, pictures.values()))
         result = selection.deduplicated(
             joined,
             frame,

@@ -67,14 +67,15 @@ def distances(one: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Count the bits in which a picture differs from others, as `groups` compares them; all bits where colours differ.
 
     Args:
-        one: uint16 (49,).
+        one: uint16 (49,), or (n, 49): another for each of the others.
         others: uint16 (n, 49).
 
     Returns:
         (n,) int64.
     """
     result = np.full(len(others), BITS, np.int64)
-    for left, right in ((one[None], others), (others, one[None])):
+    one = np.atleast_2d(one)
+    for left, right in ((one, others), (others, one)):
         for whole in (left, flipped(left)):
             for view in range(2):
                 other = right[:, VIEW_WORDS * view : VIEW_WORDS * (view + 1)]

@@ -3,8 +3,8 @@
 What: `near_groups` reads the hash of each picture once (of several resolutions the first) and groups them by
 `snapshots.near`. The key of a group is the smallest digest of its files, so it does not depend on the order of
 samples, and more data change it only for the groups that they join.
-Price: 98 bytes of memory a picture for the hashes, in addition to the 310 of the groups; every hash is read from its
-  shard.
+Price: 98 bytes of temporary files a picture for the hashes, and the 310 bytes of memory of the groups; every hash is
+  read from its shard.
 """
 
 from __future__ import annotations
@@ -37,10 +37,18 @@ class NearGroups:
     Attributes:
         keys: (n,) S16, of each sample: the smallest digest of the pictures in its group.
         not_compared: (k,) a row of each picture with too little detail.
+        number: (n,) int64, of each sample: the number of its file.
+        hashed: (files, 49) uint16.
     """
 
     keys: np.ndarray
     not_compared: np.ndarray
+    number: np.ndarray
+    hashed: np.ndarray
+
+    def bits(self, rows: np.ndarray, firsts: np.ndarray) -> np.ndarray:
+        """Count the bits in which samples differ from others, as `near.distances`. rows, firsts: (k,); returns (k,)."""
+        return near.distances(self.hashed[self.number[firsts]], self.hashed[self.number[rows]])
 
 
 def near_groups(
@@ -65,12 +73,13 @@ def near_groups(
         digests.add(keys[one])
         first.add(rows[one])
     every, samples = digests.finish(), first.finish()
-    hashed = _hashes(records, caches, frame.pictures[HashEncoding.kind][samples])
+    hashed = scratch.array(count * LENGTH, np.uint16).reshape(count, LENGTH)
+    _read_hashes(records, caches, frame.pictures[HashEncoding.kind][samples], hashed)
     member = near.groups(hashed, near.DISTANCE, report)
     of_samples = scratch.writer("S16")
     for piece in pieces(len(frame)):
         of_samples.add(every[member[number[piece]]])
-    return NearGroups(of_samples.finish(), np.sort(samples[is_flat(hashed)]))
+    return NearGroups(of_samples.finish(), np.sort(samples[is_flat(hashed)]), number, hashed)
 
 
 def leaked(
@@ -89,7 +98,8 @@ def leaked(
     """
     kind = HashEncoding.kind
     rows = np.unique(frame.pictures[kind])
-    trained, theirs = _hashes(records, caches, rows), hashes_of(part)
+    trained, theirs = np.empty((len(rows), LENGTH), np.uint16), hashes_of(part)
+    _read_hashes(records, caches, rows, trained)
     flat = is_flat(theirs)
     member = near.groups(np.concatenate([trained, theirs]), near.DISTANCE, report)
     both = np.isin(member[len(trained) :], member[: len(trained)])
@@ -186,10 +196,9 @@ def check_rule(encodings: Iterable[Encoding]) -> None:
             )
 
 
-def _hashes(records: EncodedRecords, caches: Sequence[Cache], rows: np.ndarray) -> np.ndarray:
-    """The hashes of some rows of the index, (n, 49) uint16."""
+def _read_hashes(records: EncodedRecords, caches: Sequence[Cache], rows: np.ndarray, hashed: np.ndarray) -> None:
+    """Read the hashes of some rows of the index into (n, 49) uint16."""
     encoding = next(encoding for encoding in records.pictures if encoding.kind == HashEncoding.kind)
-    hashed, count = np.empty((len(rows), LENGTH), np.uint16), np.full(len(rows), LENGTH)
+    count = np.full(len(rows), LENGTH)
     for some, values, _ in read_records(encoding, records.indexes[encoding.kind], caches, rows, count, ()):
-        hashed[some] = values.reshape(hashed[some].shape)
-    return hashed
+        hashed[some] = values.reshape(-1, LENGTH)

@@ -61,6 +61,7 @@ def write(
     out: Path,
     numbers: Sequence[tuple[str, str, str]] = (),
     missing: Sequence[tuple[str, Missing]] = (),
+    option: str = "--out",
 ) -> list[str]:
     """Write a page, whole or not at all.
 
@@ -68,6 +69,7 @@ def write(
         sections: with their blocks; those without are left out.
         numbers: name, value and remark of each number above everything.
         missing: of each section that the page lacks, with its title.
+        option: names `out`.
 
     Returns:
         Ids of the sections.
@@ -75,11 +77,11 @@ def write(
     Raises:
         UserError: the page cannot be written, or see `check_out`.
     """
-    check_out(out)
+    check_out(out, option)
     contents = (_Content.of(heading, blocks) for heading, blocks in sections)
     shown = [content for content in contents if content is not None]
     text = render("page.html", title=title, numbers=numbers, contents=shown, missing=missing)
-    with _writing(out):
+    with _writing(out, option):
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out) as work:
             work.write_bytes(text.encode("utf-8", "replace"))  # names of files may hold lone surrogates
@@ -99,9 +101,9 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**settings, **values)
 
 
-def check_out(out: Path) -> None:
+def check_out(out: Path, option: str = "--out") -> None:
     """Raise a UserError if `out` is there and is no page: `write` would replace it."""
-    with _writing(out):
+    with _writing(out, option):
         if not out.exists():
             return
         if out.is_file():
@@ -111,9 +113,9 @@ def check_out(out: Path) -> None:
     raise UserError(
         f"{out}: exists and is not a page that sana-pipe wrote",
         expected="a new file, or such a page",
-        fix="give another --out",
+        fix=f"give another {option}",
     )
 
 
-def _writing(out: Path) -> AbstractContextManager[None]:
-    return writing(out, "check the permissions, or give another --out")
+def _writing(out: Path, option: str) -> AbstractContextManager[None]:
+    return writing(out, f"check the permissions, or give another {option}")
