@@ -32,6 +32,7 @@ from sana_pipe.data.images.perceptual_hash import LENGTH, WORDS
 from sana_pipe.data.snapshots import duplicates, heldout, selection
 from sana_pipe.data.snapshots.duplicates import Duplicates, Named
 from sana_pipe.data.snapshots.frames import Frame
+from sana_pipe.data.snapshots.group_memory import GroupMemory
 from sana_pipe.data.snapshots.join import Joined
 from sana_pipe.data.snapshots.near import DISTANCE
 from sana_pipe.data.snapshots.near_samples import NearGroups
@@ -139,7 +140,7 @@ def test_the_distance_is_to_the_first_picture_and_says_who_is_only_near_another(
     hashed[2, :2] ^= np.array([0x03FF, 0x0FFF], np.uint16)
     hashed[4, WORDS + 1 :] = 0xFF00
     keys = np.full(5, b"%016d" % 7, "S16")
-    near_groups = NearGroups(keys, np.empty(0, np.int64), np.array([0, 1, 2, 0, 4]), hashed)
+    near_groups = NearGroups(keys, np.empty(0, np.int64), np.array([0, 1, 2, 0, 4]), hashed, GroupMemory(DISTANCE))
     joined = Joined(["s"])
     groups = Duplicates("near", joined, frame, near_groups)
     selection.deduplicated(joined, frame, [], selection.Earlier(Scratch()), keys, listed=groups)

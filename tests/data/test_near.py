@@ -4,14 +4,19 @@ that only look alike to a hash."""
 from __future__ import annotations
 
 import io
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import skimage.data
 from PIL import Image, ImageDraw, ImageOps
 
+from sana_pipe.data.cache.arrow import ipc_table
+from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.images.perceptual_hash import BITS, LENGTH, VIEW_WORDS, WORDS, flipped, hashes
-from sana_pipe.data.snapshots import near
+from sana_pipe.data.snapshots import group_memory, near
+from sana_pipe.data.snapshots.group_memory import GroupMemory
 
 GRAY = 0x8080  # a word of colours
 DISTANCE = near.DISTANCE
@@ -83,6 +88,87 @@ def test_the_last_pairs_within_the_distance_are_found(distance: int) -> None:
         hashed[400 + row] = changed(hashed[row], np.roll(np.arange(128), rng.integers(128))[bits].tolist())
     assert near.groups(hashed, distance)[400:].tolist() == list(range(400))
     assert near.groups(hashed, distance - 1).tolist() == list(range(800))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_known_is_not_compared_again_and_changes_no_group(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashes come and go at random: groups with a memory are those of all pairs, whatever was there before."""
+    monkeypatch.setattr(near, "IN_RANGE", 8)
+    for name, value in {"ROWS": 7, "COLUMNS": 5, "DENSE": 30, "WAITING": 10}.items():
+        monkeypatch.setattr(near, name, value)
+    rng, hashed, memory = np.random.default_rng(seed), clusters(seed), GroupMemory(DISTANCE)
+    there = rng.random(len(hashed)) < 0.5
+    for _ in range(8):
+        rows = rng.permutation(np.flatnonzero(there))
+        assert near.groups(hashed[rows], DISTANCE, memory=memory).tolist() == reference(hashed[rows], DISTANCE)
+        there ^= rng.random(len(hashed)) < rng.choice([0, 0.01, 0.05, 0.3])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hashes_that_come_one_at_a_time_give_the_groups_of_all(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most ranges of prefixes have no new hash then, and are not looked at."""
+    monkeypatch.setattr(near, "IN_RANGE", 1)
+    hashed, memory = clusters(seed), GroupMemory(DISTANCE)
+    hashed = hashed[np.random.default_rng(seed).permutation(len(hashed))]
+    for count in range(150, len(hashed) + 1):
+        group = near.groups(hashed[:count], DISTANCE, memory=memory)
+    assert group.tolist() == reference(hashed, DISTANCE)
+
+
+def test_pairs_of_known_hashes_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed, memory, compared = clusters(1), GroupMemory(DISTANCE), 0
+    plain = near._Search._compare
+
+    def counted(search: Any, by: Any, of: Any, columns: Any, *rest: Any) -> None:
+        nonlocal compared
+        compared += len(of) * len(columns)
+        plain(search, by, of, columns, *rest)
+
+    monkeypatch.setattr(near._Search, "_compare", counted)
+    costs = []
+    for rows in (slice(1, None), slice(1, None), slice(0, None)):
+        compared = 0
+        near.groups(hashed[rows], DISTANCE, memory=memory)
+        costs.append(compared)
+    assert costs[1] == 0 and 0 < costs[2] < costs[0] / 10
+
+
+def test_groups_are_stored_and_unusable_ones_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_memory, "LEAST", 100)
+    files, hashed = Cache(tmp_path / "cache", create=True).files, clusters(2)
+    rows = np.flatnonzero(hashed[:, WORDS] >= near.MIN_QUALITY)
+    unique, _ = near._unique(hashed, rows)
+
+    def known(distance: int = DISTANCE) -> bool:
+        before = GroupMemory.read(files, distance).known(unique)
+        assert (before >= 0).all() or (before < 0).all()
+        return bool((before >= 0).all())
+
+    def store() -> None:
+        memory = GroupMemory.read(files, DISTANCE)
+        near.groups(hashed, DISTANCE, memory=memory)
+        memory.write(files)
+
+    assert not known()
+    store()
+    assert known() and not known(DISTANCE - 1)
+    path = tmp_path / "cache" / group_memory.PATH
+    whole = path.read_bytes()
+    store()
+    assert path.read_bytes() == whole
+    stored = ipc_table(whole)
+    for name in ("key", "group"):
+        at = whole.index(stored.column(name).chunk(0).buffers()[-1])
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert not known()
+    path.write_bytes(whole[:-100])
+    assert not known()
+    store()
+    assert known()
+    monkeypatch.setattr(group_memory, "LEAST", 1000)
+    path.unlink()
+    store()
+    assert not path.exists(), "few hashes are compared in a moment"
 
 
 def test_the_order_of_rows_changes_nothing() -> None:

@@ -27,7 +27,7 @@ from sana_pipe.data.cache import layout
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.shard import ShardReader
 from sana_pipe.data.cache.snapshot import Snapshot
-from sana_pipe.data.snapshots import frames, heldout, near_samples, selection
+from sana_pipe.data.snapshots import frames, group_memory, heldout, near, near_samples, selection
 from sana_pipe.data.snapshots.near import DISTANCE
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.reports import collect
@@ -108,6 +108,30 @@ def test_one_picture_of_each_group_stays_the_largest(
     out = capsys.readouterr().out
     assert "near-duplicates: 3 groups of 12 pictures, 9 left out" in out
     assert all(f"all: {item}" in out for item in every - left), "every picture of a few groups"
+
+
+def test_the_next_bucket_compares_new_hashes_alone(
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A dry run stores nothing; the groups and the snapshot are those of a bucket that compares all."""
+    set_constants(monkeypatch, {"sana_pipe.data.snapshots.group_memory.LEAST": 1})
+    compared, plain = list[int](), near._Search.__init__
+
+    def counted(search: Any, unique: Any, distance: int, forest: Any, is_new: np.ndarray) -> None:
+        compared.append(int(is_new.sum()))
+        plain(search, unique, distance, forest, is_new)
+
+    monkeypatch.setattr(near._Search, "__init__", counted)
+    stored, of = tmp_path / "cache" / group_memory.PATH, config("bucket.dedup=near")
+    sana_pipe.stages.bucket.run(of, dry_run=True)
+    assert not stored.exists() and len(compared) == 1
+    some = sana_pipe.stages.bucket.run(config("bucket.dedup=near", "bucket.filter=item LIKE '%-%'"))
+    assert stored.exists() and 1 < compared[1] < compared[0]
+    grown = sana_pipe.stages.bucket.run(of)
+    again = sana_pipe.stages.bucket.run(of)
+    assert compared[2] <= compared[0] - compared[1] and len(compared) == 3
+    stored.unlink()
+    assert sana_pipe.stages.bucket.run(of) == grown == again != some and compared[3] == compared[0]
 
 
 def test_distance_zero_leaves_copies_alone(config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:

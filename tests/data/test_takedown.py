@@ -33,7 +33,7 @@ from sana_pipe.data.cache.layout import Paths
 from sana_pipe.data.cache.shard import ShardReader
 from sana_pipe.data.cache.snapshot import Snapshot
 from sana_pipe.data.signals.text import TextEncoding
-from sana_pipe.data.snapshots import packing, takedown, takedown_check
+from sana_pipe.data.snapshots import group_memory, packing, takedown, takedown_check
 from sana_pipe.tools.locations import cache_location
 from tests.support import synthetic
 from tests.support.dying import dying, forked
@@ -71,6 +71,7 @@ def prepared(folder: Path) -> Config:
     (folder / "cache/reports").mkdir(exist_ok=True)
     (folder / "cache/reports/rejects-one.csv").write_text("item,reason\n00003.png,broken\n")
     (folder / "cache/reports/rejects-two.csv").write_text("item,reason\nnobody.png,broken\n")
+    (folder / "cache" / group_memory.PATH).write_bytes(b"digests of hashes")
     return config
 
 
@@ -188,6 +189,7 @@ def test_nothing_of_the_pictures_is_left_and_other_records_keep_their_bytes(
             assert same == (len(order) == len(listed[name]))
             assert same == (cache.snapshot_of(snapshot.id) == new.id), "a run on the same samples goes on"
     assert [path.name for path in (cache.root / "reports").glob("rejects-*")] == ["rejects-two.csv"]
+    assert not (cache.root / group_memory.PATH).exists(), "it has digests of hashes of pictures that go"
     shard = next(iter(cache.open_snapshot("few.packed").shard_files()))
     cache.files.remove(shard)
     assert packing.restored(cache, shard), "its source has another id now"
@@ -384,9 +386,12 @@ def test_objects_and_their_local_copies_go(s3_bucket: str, tmp_path: Path, monke
     before = payloads(cache)
     secrets = [before[place][:64] for place in gone_of(cache) if place in before]
     assert left_of(tmp_path / "mirror", secrets), "the local copies have them before"
+    cache.files.replace("reports/duplicates-image.csv", f"group,picture\n1,one: {GO[0]}\n".encode())
+    cache.files.replace("reports/rejects-two.csv", b"item,reason\nnobody.png,broken\n")
     cache.files.close_readers()
     assert sana_pipe.stages.forget.run(config, items=GO) == 0
     assert left_of(tmp_path, secrets) == []
+    assert [entry.name for entry in cache.files.walk("reports")] == ["reports/rejects-two.csv"]
     cache = cache_location(config).open()
     assert not list(takedown_check.remains(cache)) and not list(audit.verify(cache))
     assert len(payloads(cache)) == len(before) - len(secrets)

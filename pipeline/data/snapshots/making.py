@@ -26,6 +26,7 @@ from sana_pipe.data.snapshots.config import BucketConfig, SourceConfig
 from sana_pipe.data.snapshots.duplicates import Duplicates, Named, unused
 from sana_pipe.data.snapshots.filters import Filter
 from sana_pipe.data.snapshots.frames import Frame
+from sana_pipe.data.snapshots.group_memory import GroupMemory
 from sana_pipe.data.snapshots.inputs import Inputs
 from sana_pipe.data.snapshots.join import Joined, join, usable, without_policy
 from sana_pipe.data.snapshots.near import Report
@@ -38,7 +39,7 @@ has."""
 @dataclass(frozen=True)
 class Made:
     """A snapshot to be published. duplicates: the groups, where pictures were compared; leaked: as in `Head`; balance:
-    the clusters; groups: those of `bucket.group`."""
+    the clusters; groups: those of `bucket.group`; memory: groups of near-duplicates, to be stored."""
 
     assembled: Assembled
     joined: Joined
@@ -47,6 +48,7 @@ class Made:
     leaked: dict[str, int] = field(default_factory=dict)
     balance: list[dict[str, Any]] = field(default_factory=list)
     groups: dict[str, Any] | None = None
+    memory: GroupMemory | None = None
 
 
 Comparing = Callable[[int], AbstractContextManager[Report]]
@@ -152,7 +154,8 @@ class _Maker:
             frame, visits = self._balanced(settings.balance, frame)
         made = self._assembled(joined, frame, "train", distance, visits)
         clusters = _clusters(joined, frame, visits)
-        return replace(made, balance=clusters, duplicates=listed, leaked=self._leaked(frame), groups=grouped), heldout
+        made = replace(made, balance=clusters, duplicates=listed, leaked=self._leaked(frame), groups=grouped)
+        return replace(made, memory=None if near_groups is None else near_groups.memory), heldout
 
     def _grouped(self, frame: Frame) -> tuple[Frame, near_samples.NearGroups | None, dict[str, Any] | None]:
         """The samples with the keys of `bucket.group`'s sets, near-duplicates, and the report on the sets. Samples that

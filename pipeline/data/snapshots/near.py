@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import combinations
+from typing import Protocol
 
 import numpy as np
 
@@ -38,13 +39,29 @@ Report = Callable[[int, int], object]
 """A function that takes the number of hashes that have been compared with all others, and the number of all."""
 
 
-def groups(hashed: np.ndarray, distance: int, report: Report = lambda done, total: None) -> np.ndarray:
+class Memory(Protocol):
+    """Groups of hashes that were compared earlier, as `group_memory.GroupMemory`."""
+
+    def known(self, unique: np.ndarray) -> np.ndarray:
+        """The group of each hash, (n,) int64; -1: it must be compared."""
+
+    def learn(self, roots: np.ndarray) -> None:
+        """Take the groups of these hashes, (n,)."""
+
+
+def groups(
+    hashed: np.ndarray,
+    distance: int,
+    report: Report = lambda done, total: None,
+    memory: Memory | None = None,
+) -> np.ndarray:
     """The group of each picture.
 
     Args:
         hashed: uint16 (n, 49), of different files.
         distance: bits of 128 in which near pictures may differ.
         report: called some times a second.
+        memory: what it knows is not compared again; it learns the rest.
 
     Returns:
         (n,) int64: the smallest row of the group. A picture without a near one, or below `MIN_QUALITY`, is alone.
@@ -54,9 +71,19 @@ def groups(hashed: np.ndarray, distance: int, report: Report = lambda done, tota
     if not len(rows):
         return result
     unique, member = _unique(hashed, rows)
-    forest = Forest(len(unique))
-    _Search(unique, distance, forest).run(report)
-    member = forest.roots(np.arange(len(unique)))[member]
+    forest, is_new = Forest(len(unique)), np.ones(len(unique), bool)
+    if memory is not None:
+        before = memory.known(unique)
+        is_new = before < 0
+        order = np.argsort(before, kind="stable")[int(is_new.sum()) :]
+        same = np.flatnonzero(before[order[1:]] == before[order[:-1]])
+        forest.join(order[same], order[same + 1])
+    if is_new.any():
+        _Search(unique, distance, forest, is_new).run(report)
+    roots = forest.roots(np.arange(len(unique)))
+    if memory is not None:
+        memory.learn(roots)
+    member = roots[member]
     smallest = np.full(len(unique), len(hashed))
     np.minimum.at(smallest, member, rows)
     result[rows] = smallest[member]
@@ -166,9 +193,13 @@ class _Search:
 
     The 128 bits are cut into as few words as leave one with at most `radius` differences. A mirrored hash is the hash
     with fixed bits inverted, so it is in the range of another prefix.
+
+    Args:
+        is_new: (m,) bool: pairs of two others are not compared.
     """
 
-    def __init__(self, unique: np.ndarray, distance: int, forest: Forest):
+    def __init__(self, unique: np.ndarray, distance: int, forest: Forest, is_new: np.ndarray):
+        self._is_new, self._all_new = is_new, bool(is_new.all())
         halves = np.ascontiguousarray(unique[:, :WORDS]).view(np.uint64)
         self._halves, self._distance, self._forest = halves, distance, forest
         self._colours = unique[:, WORDS:].reshape(-1, 2, VIEW_COLOURS)
@@ -191,7 +222,11 @@ class _Search:
             by = _Sorted(self._halves, first, self._prefix)
             mirror = _from_bit(self._mirror, first)
             inverted = int(mirror[0] >> np.uint64(64 - self._prefix))
-            for prefix in np.flatnonzero(np.diff(by.starts[: count + 1])).tolist():
+            is_new = self._is_new[by.hashes // 2]
+            occupied = np.diff(by.starts[: count + 1]) > 0
+            if not self._all_new:
+                occupied &= self._near_new(by.keys[is_new] >> np.uint64(64 - self._prefix), inverted)
+            for prefix in np.flatnonzero(occupied).tolist():
                 near = prefix ^ self._masks
                 plain, mirrored = (
                     _ranges(by.starts, np.concatenate([some[some >= prefix], some + count]))  # two wholes meet once
@@ -200,13 +235,29 @@ class _Search:
                 columns = np.concatenate([plain, mirrored])
                 keys = by.keys[columns]
                 keys[len(plain) :] ^= mirror
-                rows = slice(by.starts[prefix], by.starts[prefix + 1])
-                self._compare(by, rows, columns, keys, len(plain))
-                report((word * total + int(rows.stop)) // self._words, total)
+                rows = np.arange(by.starts[prefix], by.starts[prefix + 1])
+                if self._all_new:
+                    self._compare(by, rows, columns, keys, len(plain))
+                else:
+                    left, right = is_new[rows], is_new[columns]
+                    self._compare(by, rows[left], columns, keys, len(plain))
+                    some = columns[right], keys[right]
+                    self._compare(by, rows[~left], *some, int(np.count_nonzero(right[: len(plain)])))
+                report((word * total + int(by.starts[prefix + 1])) // self._words, total)
             self._verify()
 
-    def _compare(self, by: _Sorted, of: slice, columns: np.ndarray, keys: np.ndarray, plain: int) -> None:
+    def _near_new(self, prefixes: np.ndarray, inverted: int) -> np.ndarray:
+        """Prefixes of whole pictures in whose range or near ranges are new hashes, (2^prefix,) bool. prefixes: of all
+        views of new hashes; inverted: the bits of a prefix that a mirrored hash has inverted."""
+        own, near = np.unique(prefixes.astype(np.int64)), np.zeros(1 << self._prefix, bool)
+        for mask in self._masks.tolist():
+            near[own ^ mask] = near[own ^ mask ^ inverted] = True
+        return near
+
+    def _compare(self, by: _Sorted, of: np.ndarray, columns: np.ndarray, keys: np.ndarray, plain: int) -> None:
         """Compare a range of whole pictures with other hashes: their keys, from number `plain` on mirrored."""
+        if not len(of) or not len(columns):
+            return
         left, left_keys = by.hashes[of] // 2, by.keys[of]
 
         def right(at: np.ndarray) -> np.ndarray:

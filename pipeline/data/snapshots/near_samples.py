@@ -23,6 +23,7 @@ from sana_pipe.data.images.perceptual_hash import LENGTH, RULE, WORDS
 from sana_pipe.data.signals.phash import ANEW, HashEncoding
 from sana_pipe.data.snapshots import near
 from sana_pipe.data.snapshots.frames import Frame, pieces
+from sana_pipe.data.snapshots.group_memory import GroupMemory
 from sana_pipe.data.snapshots.join import EncodedRecords, Joined
 from sana_pipe.data.snapshots.record_values import read_records
 
@@ -39,12 +40,14 @@ class NearGroups:
         not_compared: (k,) a row of each picture with too little detail.
         number: (n,) int64, of each sample: the number of its file.
         hashed: (files, 49) uint16.
+        memory: has the groups, to be stored.
     """
 
     keys: np.ndarray
     not_compared: np.ndarray
     number: np.ndarray
     hashed: np.ndarray
+    memory: GroupMemory
 
     def bits(self, rows: np.ndarray, firsts: np.ndarray) -> np.ndarray:
         """Count the bits in which samples differ from others, as `near.distances`. rows, firsts: (k,); returns (k,)."""
@@ -75,11 +78,12 @@ def near_groups(
     every, samples = digests.finish(), first.finish()
     hashed = scratch.array(count * LENGTH, np.uint16).reshape(count, LENGTH)
     _read_hashes(records, caches, frame.pictures[HashEncoding.kind][samples], hashed)
-    member = near.groups(hashed, near.DISTANCE, report)
+    memory = GroupMemory.read(caches[0].files, near.DISTANCE)
+    member = near.groups(hashed, near.DISTANCE, report, memory)
     of_samples = scratch.writer("S16")
     for piece in pieces(len(frame)):
         of_samples.add(every[member[number[piece]]])
-    return NearGroups(of_samples.finish(), np.sort(samples[is_flat(hashed)]), number, hashed)
+    return NearGroups(of_samples.finish(), np.sort(samples[is_flat(hashed)]), number, hashed, memory)
 
 
 def leaked(

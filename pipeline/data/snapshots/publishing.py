@@ -39,6 +39,8 @@ def publish(
         before = cache.snapshot_of("latest")
         snapshot_id = cache.add_snapshot(assembled.written(cache.files), name, latest=latest, move=move)
         content = Head.read(cache.files, snapshot_id).content_id  # an equal snapshot that was there may state none
+    if made.memory is not None and not dry_run:
+        made.memory.write(cache.files)
     sources, rows = made.joined.sources, made.assembled.report
     lists = [None if dry_run else cache.files.where(groups.write(cache.files)) for groups in made.duplicates]
     counts = np.zeros(len(sources), np.int64)

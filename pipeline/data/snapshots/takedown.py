@@ -32,7 +32,7 @@ from sana_pipe.data.cache.rewriting import Rewriter
 from sana_pipe.data.cache.snapshot import Snapshot
 from sana_pipe.data.cache.snapshot_head import Head
 from sana_pipe.data.cache.withdrawn import Takedown
-from sana_pipe.data.snapshots import packing, takedown_search
+from sana_pipe.data.snapshots import group_memory, packing, takedown_search
 from sana_pipe.data.snapshots.remaking import Changes, remade
 
 TRAINED = "trained-"
@@ -295,6 +295,10 @@ class _Work:
         for entry in list(cache.files.walk("damaged")):
             cache.files.remove(entry.name)
             removed.append((entry.name, entry.size, "unreadable"))
+        for entry in list(cache.files.walk("reports")):  # in an object store they are not in the local folder
+            if entry.name == group_memory.PATH or self._is_named_in(cache.files.read(entry.name)):
+                cache.files.remove(entry.name)
+                self.log(f"{cache.files.where(entry.name)}: was made of a picture that goes, and is removed")
         for path in sorted(cache.files.reports.rglob("*")):
             if path.is_file() and self._is_named_in(path.read_bytes()):
                 path.unlink()
