@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
         "sana_pipe.data.snapshots": "base data.cache data.encoding.config data.images data.loader data.signals"
         " data.sources",
         "sana_pipe.data.encoding": "base data.cache data.encoders data.images data.signals data.sources data.work",
+        "sana_pipe.data.verification": "base data.cache data.encoding data.snapshots",
         "sana_pipe.train.config": "base train.models.config train.parallel.config train.training.config"
         " train.training.optimizer_records",
         "sana_pipe.train.kernels": "",
@@ -44,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
         " data.snapshots.config data.sources.config train.config train.models.config",
         "sana_pipe.tools.demo": "base train.models",
         "sana_pipe.tools.locations": "config data.cache",
+        "sana_pipe.tools.model_check": "base data.encoders data.images data.sources.config train",
         "sana_pipe.tools.outputs": "base config tools.locations",
         "sana_pipe.tools.planning": "base config data.cache data.images data.loader data.signals data.snapshots.config"
         " data.sources.config train",

@@ -1,0 +1,1 @@
+"""The parts of `verify` besides reading (`cache.audit`): findings, their outcomes, and repairs."""
