@@ -1073,18 +1073,39 @@ def view(config: Config, sample_name: str, snapshot: str | None, out: str | None
     return stage.run(config, sample_name, snapshot=snapshot, out=_path(out), as_json=as_json, near=near)
 
 
-@cli.command(examples=["sana-pipe verify", "sana-pipe verify --repair --data photos=/new/place/photos"])
+@cli.command(
+    examples=[
+        "sana-pipe verify",
+        "sana-pipe verify --repair --data photos=/new/place/photos",
+        "sana-pipe verify --sample 0.01",
+        "torchrun --standalone --nproc-per-node 4 --no-python sana-pipe verify --snapshot art-v3",
+    ]
+)
 @_configured
 @click.option("--repair", is_flag=True, help="Restore documents, and encode the damaged records again.")
 @click.option("--data", multiple=True, metavar="NAME=DIR", help="The present place of a moved source (for --repair).")
+@click.option("--snapshot", metavar="NAME", help="Read only the shards and tables that this snapshot needs.")
+@click.option(
+    "--sample",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    metavar="SHARE",
+    help="Read only this share of the shards (0 to 1), drawn anew by each command.",
+)
+@click.option("--task-index", type=click.IntRange(min=0), help="This worker among --task-count (job arrays).")
+@click.option("--task-count", type=click.IntRange(min=1), help="Workers that share the work.")
 @_json
-def verify(config: Config, repair: bool, data: tuple[str, ...], as_json: bool) -> Any:
-    """Read the whole cache and name the damaged records and documents."""
+def verify(config: Config, repair: bool, data: tuple[str, ...], **options: Any) -> Any:
+    """Read the whole cache and name the damaged records and documents.
+
+    Several processes share one verification. A killed one is continued by the same command.
+    """
     if data and not repair:
         raise click.UsageError("--data is for --repair")
+    if repair and options["sample"] is not None:
+        raise click.UsageError("--repair reads everything that it repairs: leave out --sample")
     from sana_pipe.stages import verify as stage
 
-    return stage.run(config, repair=repair, data=data, as_json=as_json)
+    return stage.run(config, repair=repair, data=data, **options)
 
 
 @cli.command(examples=["sana-pipe gc", "sana-pipe gc --yes --older-than-hours 72"])

@@ -539,12 +539,7 @@ def _encode_pictures(
 
 
 def _tasks(index: int | None, count: int | None, engine: str) -> tuple[int, int]:
-    if (index is None) != (count is None):
-        raise UserError("--task-index and --task-count go together", fix="--task-index 0 --task-count 4")
-    if index is None or count is None:
-        index, count = launch.share_of_work()
-    if not 0 <= index < count:
-        raise UserError("--task-index must be from 0 to --task-count - 1", found=f"index {index} of {count} tasks")
+    index, count = launch.chosen_share(index, count)
     if engine == "ray" and count > 1:
         raise UserError(
             "with --engine ray one process hands out all units",

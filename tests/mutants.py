@@ -68,6 +68,7 @@ ROOMS = {
         ["pipeline/data/work/*", "pipeline/base/metrics/*"],
         "caption_rules claims disk_space encode engines unit_folders lock metrics plan_once scan terminal throughput",
     ),
+    "verification": (["pipeline/data/verification/*"], "audit documents repair verify_shares ways_out"),
     "encoding": (
         ["pipeline/data/encoding/*"],
         "caption_rules disk_space documents edges encode encode_sources estimate unit_folders image_batch "

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
         "sana_pipe.data.snapshots": "base data.cache data.encoding.config data.images data.loader data.signals"
         " data.sources",
         "sana_pipe.data.encoding": "base data.cache data.encoders data.images data.signals data.sources data.work",
-        "sana_pipe.data.verification": "base data.cache data.encoding data.snapshots",
+        "sana_pipe.data.verification": "base data.cache data.encoding data.snapshots data.work",
         "sana_pipe.train.config": "base train.models.config train.parallel.config train.training.config"
         " train.training.optimizer_records",
         "sana_pipe.train.kernels": "",

@@ -145,6 +145,21 @@ def identity(environ: Mapping[str, str] | None = None) -> tuple[str, bool] | Non
     return " ".join(words), slurm or one_node
 
 
+def chosen_share(index: int | None, count: int | None) -> tuple[int, int]:
+    """(index, count): this process's share by `--task-index` and `--task-count`; without them `share_of_work`.
+
+    Raises:
+        UserError: one without the other, or an index that is not below the count.
+    """
+    if (index is None) != (count is None):
+        raise UserError("--task-index and --task-count go together", fix="--task-index 0 --task-count 4")
+    if index is None or count is None:
+        index, count = share_of_work()
+    if not 0 <= index < count:
+        raise UserError("--task-index must be from 0 to --task-count - 1", found=f"index {index} of {count} tasks")
+    return index, count
+
+
 def scheduled_attempt(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
     """Return this process's SLURM job and how often SLURM has requeued it; None outside of SLURM."""
     env = os.environ if environ is None else environ

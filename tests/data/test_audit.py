@@ -182,13 +182,14 @@ def test_a_finding_is_said_when_it_is_found(
     config, _ = filled
     path, row = a_record(Cache(config.cache), "text")
     flip(path, row["offset"] + 5)
-    real = audit.verify_contents
+    real = audit.Contents.verify
 
     def interrupted(*args: Any) -> Iterator[Finding]:
-        yield next(real(*args))
-        raise KeyboardInterrupt
+        for finding in real(*args):
+            yield finding
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(audit, "verify_contents", interrupted)
+    monkeypatch.setattr(audit.Contents, "verify", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sana_pipe.stages.verify.run(config)
     said = capsys.readouterr().out

@@ -49,9 +49,9 @@ def documents(root: Path) -> list[str]:
 
 
 def content(root: Path) -> dict[str, bytes]:
-    """What lies in a cache but reports and unfinished files."""
+    """What lies in a cache but reports, unfinished files and rounds of `verify`."""
     names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*")) if path.is_file()]
-    return {name: (root / name).read_bytes() for name in names if not name.startswith(("reports/", "tmp/"))}
+    return {name: (root / name).read_bytes() for name in names if not name.startswith(("reports/", "tmp/", "rounds/"))}
 
 
 def lose(root: Path, pattern: str) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 def files(root: Path) -> dict[str, bytes]:
     """Name -> bytes of every file that means something to readers. What processes of a launch told each other about
-    planning stays until the next launch."""
+    planning and verification stays until the next launch."""
     return {
         str(p.relative_to(root)): p.read_bytes()
         for p in sorted(root.rglob("*"))
-        if p.is_file() and p.relative_to(root).parts[0] not in ("tmp", "reports")
+        if p.is_file() and p.relative_to(root).parts[0] not in ("tmp", "reports", "rounds")
         if not p.name.startswith("planned-")
     }
 

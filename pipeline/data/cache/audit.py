@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache as run_once
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sana_pipe.base.errors import CacheError, IntegrityError
-from sana_pipe.data.cache import copies, index, shard
+from sana_pipe.data.cache import copies, index, layout, shard
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.contradictions import contradictions
 from sana_pipe.data.cache.encodings import encoding_class
@@ -80,35 +80,197 @@ def verify_contents(
     Args:
         replaced: damaged records that another shard holds are added to it.
     """
-    replaced = {} if replaced is None else replaced
-    named = named_snapshots(cache)
-    yield from _verify_tables(cache, on_file_read)
-    yield from _verify_shards(cache, named, replaced, on_file_read)
-    joint_shards_read: set[str] = set()
-    for name in filter(is_document, (f"snapshots/{head}" for head in cache.files.names("snapshots"))):
-        yield from verify_snapshot(cache, name, replaced, named)
-        yield from _verify_packed(cache, name, joint_shards_read, on_file_read)
+    replaced, contents = {} if replaced is None else replaced, Contents(cache)
+    for part in contents.parts():
+        yield from contents.verify(part, replaced, on_file_read)
+    yield from contents.verify_snapshots(replaced)
 
 
-# ---------------------------------------------------------------- tables
+PART_BYTES, PART_FILES = 64 << 20, 1000
+"""Limits on the tables of a part."""
 
 
-def _verify_tables(cache: Cache, on_file_read: OnFileRead) -> Iterator[Finding]:
-    files = cache.files
-    needed: dict[str, Reference] = {}
-    for reference in references(cache):
-        with skip_damaged():
-            needed.update((path, reference) for path in reference.files if path.startswith("tables/"))
-    existing: set[str] = set()
-    for entry in chain(files.walk("tables"), files.walk(Paths.copy("tables"))):
-        existing.add(entry.name)
-        if problem := _problem(files, entry.name, entry.size, on_file_read):
-            table = entry.name.removeprefix("copies/")
-            yield Finding(entry.name, problem, fix=_fix_of_table(files, table, needed.get(table)))
-    for table, reference in sorted(needed.items(), key=lambda pair: pair[0]):
-        for name in {*(table, Paths.copy(table))[: reference.stored]} - existing:
-            fix = _fix_of_table(files, table, reference)
-            yield Finding(name, f"is missing, but {reference.document} refers to it", fix=fix)
+@dataclass(frozen=True)
+class Part:
+    """Files that one process verifies at once: a shard, or some tables.
+
+    Attributes:
+        names: their paths in the cache.
+        sizes: in bytes, as the listing or the commit says; 0: missing.
+        encoding, plan, unit: of the commit of a shard.
+        snapshot: which refers to the shard, if there is no commit (of joint shards).
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    encoding: str = ""
+    plan: int = -1
+    unit: str = ""
+    snapshot: str = ""
+
+    @property
+    def id(self) -> str:
+        """Hex digest of what is verified. Parts of an unchanged cache have the same ids in every process."""
+        return layout.digest("part", *self.names, self.encoding, str(self.plan), self.unit, self.snapshot).hex()
+
+    @property
+    def is_shard(self) -> bool:
+        return bool(self.encoding or self.snapshot)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes)
+
+
+class Contents:
+    """The tables, shards and snapshots of a cache, in parts that processes may share.
+
+    Args:
+        snapshot: id of the only snapshot whose files are verified: its lists and shards, and the tables of the plans
+            that made these, which a repair reads. None: everything.
+    """
+
+    def __init__(self, cache: Cache, snapshot: str | None = None):
+        self.cache, self.snapshot = cache, snapshot
+        self.named = named_snapshots(cache)
+        self._indexes: dict[str, Callable[[], index.RecordIndex]] = {}
+
+    @cached_property
+    def _only_shards(self) -> dict[str, int] | None:
+        """The shards of the only snapshot, with their sizes; None: all shards."""
+        return None if self.snapshot is None else dict(Head.read(self.cache.files, self.snapshot).each_shard_file())
+
+    @cached_property
+    def _needed(self) -> dict[str, Reference]:
+        """Tables that documents refer to."""
+        needed: dict[tuple[str, ...], dict[str, Reference]] = {}
+        wanted: set[tuple[str, ...]] = {(str(self.snapshot),)}
+        for reference in references(self.cache):
+            owner = PurePosixPath(reference.document).with_suffix("").parts[1:]
+            tables = needed.setdefault(owner, {})
+            if self.snapshot is not None and not reference.stored:
+                continue  # scans, which only reports read
+            with skip_damaged():
+                for path in reference.files:
+                    if path.startswith("tables/"):
+                        tables[path] = reference
+                    elif self._only_shards is not None and path in self._only_shards:
+                        wanted.add(owner)
+        chosen = (tables for owner, tables in needed.items() if self.snapshot is None or owner in wanted)
+        return {path: reference for tables in chosen for path, reference in tables.items()}
+
+    @cached_property
+    def _snapshots(self) -> list[Snapshot]:
+        """The named ones that can be read."""
+        snapshots = []
+        for name in self.named:
+            with skip_damaged():
+                snapshots.append(Snapshot(self.cache.files, name))
+        return snapshots
+
+    # ------------------------------------------------------------ parts
+
+    def parts(self) -> Iterator[Part]:
+        """Tables first, because repairing a shard reads them; then shards, and joint shards of packed snapshots."""
+        yield from self._tables()
+        with_commit = set[str]()
+        for encoding in encoding_names(self.cache):
+            for plan, commit in _commits(self.cache, encoding):
+                path = "" if commit.shard is None else Paths.shard(encoding, commit.shard)
+                if path and (self._only_shards is None or path in self._only_shards):
+                    with_commit.add(path)
+                    yield Part((path,), (commit.bytes,), encoding, plan, commit.unit)
+        for name in self._heads():
+            yield from self._joint_shards(PurePosixPath(name).stem, with_commit)
+
+    def _tables(self) -> Iterator[Part]:
+        files, needed, sizes = self.cache.files, self._needed, dict[str, int]()
+        for entry in chain(files.walk("tables"), files.walk(Paths.copy("tables"))):
+            if self.snapshot is None or entry.name.removeprefix("copies/") in needed:
+                sizes[entry.name] = entry.size
+        for table, reference in sorted(needed.items(), key=lambda pair: pair[0]):
+            for name in (table, Paths.copy(table))[: reference.stored]:
+                sizes.setdefault(name, 0)
+        names, size = list[str](), 0
+        for name in sizes:
+            if names and (size + sizes[name] > PART_BYTES or len(names) == PART_FILES):
+                yield Part(tuple(names), tuple(sizes[each] for each in names))
+                names, size = [], 0
+            names.append(name)
+            size += sizes[name]
+        if names:
+            yield Part(tuple(names), tuple(sizes[each] for each in names))
+
+    def _heads(self) -> Iterator[str]:
+        """Paths of the heads that are verified."""
+        if self.snapshot is not None:
+            yield Paths.snapshot(self.snapshot)
+            return
+        yield from filter(is_document, (f"snapshots/{head}" for head in self.cache.files.names("snapshots")))
+
+    def _joint_shards(self, snapshot_id: str, seen: set[str]) -> Iterator[Part]:
+        """The shards of a snapshot that have no commit of an encoding. seen: shards to skip; updated."""
+        try:
+            snapshot = Snapshot(self.cache.files, snapshot_id)
+            shards = snapshot.shard_files() if snapshot.packed or self.snapshot is not None else {}
+        except CacheError as error:
+            damage_only(error)
+            return  # `verify_documents` reports the damaged head, the table's part a damaged list
+        for path, size in shards.items():
+            if path not in seen:
+                seen.add(path)
+                yield Part((path,), (size,), snapshot=snapshot_id)
+
+    # ------------------------------------------------------------ verifying
+
+    def verify(self, part: Part, replaced: Replaced, on_file_read: OnFileRead) -> Iterator[Finding]:
+        """Read a part and say what is wrong.
+
+        Args:
+            replaced: damaged records that another shard holds are added to it.
+        """
+        for name, size in zip(part.names, part.sizes, strict=True):
+            if not (problem := _problem(self.cache.files, name, size, on_file_read)):
+                continue
+            if part.unit:
+                yield from self._of_shard(part, problem, replaced)
+            elif part.snapshot:
+                yield self._of_joint_shard(part, problem)
+            else:
+                yield self._of_table(name, problem)
+
+    def verify_snapshots(self, replaced: Replaced) -> Iterator[Finding]:
+        """`verify_snapshot` of every head. replaced: as the verification of all parts left it."""
+        for name in self._heads():
+            yield from verify_snapshot(self.cache, name, replaced, self.named)
+
+    def _of_table(self, name: str, problem: str) -> Finding:
+        table = name.removeprefix("copies/")
+        reference = self._needed.get(table)
+        if problem == MISSING and reference is not None:
+            problem = f"is missing, but {reference.document} refers to it"
+        return Finding(name, problem, fix=_fix_of_table(self.cache.files, table, reference))
+
+    def _of_joint_shard(self, part: Part, problem: str) -> Finding:
+        [path], bad = part.names, tuple[str, ...]()
+        snapshot = Snapshot(self.cache.files, part.snapshot)
+        if problem == WRONG and snapshot.packed:
+            try:
+                bad = tuple(_bad_joint_records(snapshot, PurePosixPath(path).stem))
+                problem = f"{len(bad)} records are damaged" if bad else "bytes outside the records are damaged"
+            except (CacheError, OSError) as error:
+                problem = damage_only(error)
+        return Finding(path, problem, records=bad)
+
+    def _of_shard(self, part: Part, problem: str, replaced: Replaced) -> Iterator[Finding]:
+        commits = index.each_commit(self.cache.files, part.encoding, part.plan)
+        commit = next(commit for commit in commits if commit.unit == part.unit)
+        open_index = self._indexes.setdefault(part.encoding, run_once(partial(self.cache.index, part.encoding)))
+        shard = _Shard(self.cache, part.encoding, part.plan, commit, open_index, self._snapshots)
+        try:
+            yield from shard.findings(problem, replaced)
+        except (CacheError, OSError) as error:
+            yield shard.finding(f"is damaged, and its damaged records cannot be listed: {damage_only(error)}")
 
 
 WRONG, MISSING = "its bytes do not match its name", "is missing"
@@ -134,30 +296,6 @@ def _fix_of_table(files: Files, table: str, reference: Reference | None) -> str:
 
 
 # ---------------------------------------------------------------- joint shards of packed snapshots
-
-
-def _verify_packed(cache: Cache, name: str, already_read: set[str], on_file_read: OnFileRead) -> Iterator[Finding]:
-    """Say what is wrong with the joint shards of a packed snapshot. already_read: shards to skip; this function adds
-    those that it reads."""
-    try:
-        snapshot = Snapshot(cache.files, PurePosixPath(name).stem)
-        shards = snapshot.shard_files() if snapshot.packed else {}
-    except CacheError as error:
-        damage_only(error)
-        return  # `verify_documents` reports the damaged head, `_verify_tables` a damaged list
-    for path, size in shards.items():
-        if path in already_read:
-            continue
-        already_read.add(path)
-        problem, bad = _problem(cache.files, path, size, on_file_read), tuple[str, ...]()
-        if problem == WRONG:
-            try:
-                bad = tuple(_bad_joint_records(snapshot, PurePosixPath(path).stem))
-                problem = f"{len(bad)} records are damaged" if bad else "bytes outside the records are damaged"
-            except (CacheError, OSError) as error:
-                problem = damage_only(error)
-        if problem:
-            yield Finding(path, problem, records=bad)
 
 
 def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
@@ -199,24 +337,6 @@ def _bad_joint_records(snapshot: Snapshot, digest: str) -> Iterator[str]:
 # ---------------------------------------------------------------- shards
 
 
-def _verify_shards(
-    cache: Cache, named: Collection[str], replaced: Replaced, on_file_read: OnFileRead
-) -> Iterator[Finding]:
-    snapshots = []
-    for name in named:
-        with skip_damaged():
-            snapshots.append(Snapshot(cache.files, name))
-    for encoding in encoding_names(cache):
-        open_index = run_once(partial(cache.index, encoding))
-        for plan, commit in _commits(cache, encoding):
-            verified = _Shard(cache, encoding, plan, commit, open_index, snapshots)
-            try:
-                yield from verified.findings(replaced, on_file_read)
-            except (CacheError, OSError) as error:
-                problem = f"is damaged, and its damaged records cannot be listed: {damage_only(error)}"
-                yield verified.finding(problem)
-
-
 def _commits(cache: Cache, encoding: str) -> Iterator[tuple[int, index.Commit]]:
     """(plan number, commit), up to the first unreadable document, which `verify_documents` reports."""
     with skip_damaged():
@@ -246,12 +366,9 @@ class _Shard:
         path = Paths.shard(self.encoding, str(self.commit.shard))
         return Finding(path, problem, self.encoding, self.plan, self.commit.unit, records)
 
-    def findings(self, replaced: Replaced, on_file_read: OnFileRead) -> Iterator[Finding]:
-        """Say what is wrong with the shard. replaced: this function adds the damaged keys that another shard holds."""
+    def findings(self, problem: str, replaced: Replaced) -> Iterator[Finding]:
+        """Say which records are damaged. replaced: this function adds the damaged keys that another shard holds."""
         commit = self.commit
-        if commit.shard is None:
-            return
-        problem = _problem(self.cache.files, Paths.shard(self.encoding, commit.shard), commit.bytes, on_file_read)
         if problem == MISSING:
             keys = self._keys()
             lost = self._to_repair(keys, replaced)
@@ -264,7 +381,7 @@ class _Shard:
                 yield self.finding(f"{len(bad)} of {commit.records} records are damaged", bad)
             elif not damaged:
                 yield self.finding("bytes outside the records are damaged")
-        elif problem:
+        else:
             yield self.finding(problem)
 
     def _keys(self) -> list[bytes]:

@@ -205,6 +205,7 @@ class Paths:
     FORMAT = "format.json"
     WITHDRAWN = "withdrawn"
     LISTED = "reports/listed"
+    ROUNDS = "rounds"
 
     @staticmethod
     def copy(name: str) -> str:
@@ -251,6 +252,11 @@ class Paths:
     @staticmethod
     def fragment(source: str, fragment: str) -> str:
         return f"fragments/{source}/{fragment}.json"
+
+    @staticmethod
+    def round(number: int) -> str:
+        """The folder of a round of `verify`."""
+        return f"{Paths.ROUNDS}/{number:08d}"
 
     @staticmethod
     def shard(encoding: str, name: str) -> str:

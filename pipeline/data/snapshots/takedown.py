@@ -118,7 +118,7 @@ class _Work:
     # ------------------------------------------------------------ who else is here
 
     def check_unused(self) -> None:
-        """Refuse while another process encodes or packs here, or a run reads a snapshot that may change.
+        """Refuse while another process encodes, packs or verifies here, or a run reads a snapshot that may change.
 
         Raises:
             UserError: names the process or the run.
@@ -130,7 +130,7 @@ class _Work:
                 fields = _claim(self.cache, entry.name)
                 if fields is not None and not process_identity.has_ended(fields):
                     raise UserError(
-                        f"{self.cache.files.where(entry.name)}: another process encodes or packs in this cache",
+                        f"{self.cache.files.where(entry.name)}: another process works in this cache",
                         found=f"process {fields.get('process', '?')} on {str(fields.get('machine', '?')).split()[0]}",
                         fix=f"wait until it has ended; if it has, the claim is old in {CLAIM_S / 60:.0f} minutes",
                     )
@@ -292,9 +292,10 @@ class _Work:
             cache.files.remove(shard)
         unneeded = [entry for entry in garbage.unneeded(cache, 0.0, now) if not entry[0].startswith("claims/")]
         removed = garbage.remove(cache, unneeded, 0.0, now)
-        for entry in list(cache.files.walk("damaged")):
-            cache.files.remove(entry.name)
-            removed.append((entry.name, entry.size, "unreadable"))
+        for folder in ("damaged", Paths.ROUNDS):  # rounds name the keys of damaged records
+            for entry in list(cache.files.walk(folder)):
+                cache.files.remove(entry.name)
+                removed.append((entry.name, entry.size, "unreadable or advice"))
         for entry in list(cache.files.walk("reports")):  # in an object store they are not in the local folder
             if entry.name == group_memory.PATH or self._is_named_in(cache.files.read(entry.name)):
                 cache.files.remove(entry.name)

@@ -24,14 +24,16 @@ class Report:
         say: prints a line.
 
     Attributes:
+        findings: in the order in which they appeared.
+        outcomes: path -> outcome.
         late: what is wrong with snapshots after the repairs; replaces earlier findings of the same paths.
     """
 
     def __init__(self, where: Callable[[str], str], say: Callable[[str], None]):
-        self.where, self._say = where, say
+        self.where, self.say = where, say
         self.late: list[Finding] = []
-        self._findings: list[Finding] = []
-        self._outcomes: dict[str, str] = {}
+        self.findings: list[Finding] = []
+        self.outcomes: dict[str, str] = {}
 
     def add(self, findings: Iterable[Finding]) -> list[Finding]:
         """Print and collect findings as they come."""
@@ -39,31 +41,31 @@ class Report:
         for finding in findings:
             added.append(finding)
             self._print(finding)
-        self._findings.extend(added)
+        self.findings.extend(added)
         return added
 
     def outcome(self, path: str, outcome: str) -> None:
         """Print and collect the outcome of the findings of a path."""
-        self._outcomes[path] = outcome
-        self._say(f"{self.where(path)}: {outcome}")
+        self.outcomes[path] = outcome
+        self.say(f"{self.where(path)}: {outcome}")
 
     def left(self) -> list[Finding]:
         """Return what is still wrong."""
         late = {finding.path for finding in self.late}
-        repaired = {path for path, outcome in self._outcomes.items() if outcome in REPAIRED}
-        return [finding for finding in self._findings if finding.path not in late | repaired] + self.late
+        repaired = {path for path, outcome in self.outcomes.items() if outcome in REPAIRED}
+        return [finding for finding in self.findings if finding.path not in late | repaired] + self.late
 
     def rows(self) -> list[dict[str, Any]]:
         """The findings as JSON values."""
         return [
-            {**vars(finding), "outcome": FAILED if finding in self.late else self._outcomes.get(finding.path)}
-            for finding in self._findings
+            {**vars(finding), "outcome": FAILED if finding in self.late else self.outcomes.get(finding.path)}
+            for finding in self.findings
         ]
 
     def _print(self, finding: Finding) -> None:
         where = self.where(finding.path)
-        self._say(finding.problem if finding.problem.startswith(where) else f"{where}: {finding.problem}")
+        self.say(finding.problem if finding.problem.startswith(where) else f"{where}: {finding.problem}")
         for key in finding.records[:SHOWN]:
-            self._say(f"  record {key}")
+            self.say(f"  record {key}")
         if len(finding.records) > SHOWN:
-            self._say(f"  and {len(finding.records) - SHOWN} more records")
+            self.say(f"  and {len(finding.records) - SHOWN} more records")
