@@ -64,6 +64,8 @@ from sana_pipe.stages import bucket, encode
 
 PER_TAR = 10_000
 SOURCE = "synthetic"
+SCORES = "scores.parquet"
+"""The table that `scores` joins; `benchmarks.lab_scores` writes it."""
 COMMANDS = ("scan", "noop", "bucket", "status", "index", "folder", "s3", "dry", "grow", "filter")
 """`grow` and `filter` are `bucket` with options; `grow` needs the snapshot that `bucket` made."""
 UNIT_COMMANDS = ("noop", "bucket", "status", "gc", "documents", "open")
@@ -330,6 +332,9 @@ def command(name: str, folder: Path, count: int) -> None:
         bucket.run(configuration(folder, "bucket.filter=score > 4 and contains(item, '1')"))
     elif name == "group":
         bucket.run(configuration(folder, "bucket.group=artist", "bucket.heldout=0.1"))
+    elif name == "scores":
+        table = f"bucket.metadata={folder / SCORES}", "bucket.metadata_key=id"
+        bucket.run(configuration(folder, *table, "bucket.filter=quality > 5"))
     elif name == "folder":
         list_folder(folder, count)
     elif name == "s3":

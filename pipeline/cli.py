@@ -505,6 +505,8 @@ def encode(config: Config, dry_run: bool, probe: bool, **options: Any) -> Any:
 @_configured
 @click.option("--name", metavar="NAME", help="Name of the snapshot. Default: only its id.")
 @click.option("--filter", "condition", metavar="SQL", help="Use only samples that satisfy this; sets bucket.filter.")
+@click.option("--metadata", metavar="FILE", help="Add the columns of a .parquet, .csv or .jsonl to the metadata.")
+@click.option("--key", metavar="COLUMN", help="With --metadata: the column that names pictures. Default: item.")
 @click.option("--like", metavar="NAME|ID", help="Use the rules of this snapshot on today's data, and say what differs.")
 @click.option("--dry-run", is_flag=True, help="Write nothing; print the content of the snapshot.")
 @click.option("--show-duplicates", metavar="FILE", help="Write a page with the pictures of the largest groups.")
@@ -521,6 +523,8 @@ def bucket(
     config: Config,
     name: str | None,
     condition: str | None,
+    metadata: str | None,
+    key: str | None,
     like: str | None,
     dry_run: bool,
     show_duplicates: str | None,
@@ -550,14 +554,20 @@ def bucket(
         raise click.UsageError("--like is for a new snapshot, and --snapshot names one that is there")
     if pack and (dry_run or (as_json and snapshot is None)):
         raise click.UsageError("--pack goes with --json only together with --snapshot, and never with --dry-run")
-    if condition is not None:
-        config = config.model_copy(update={"bucket": config.bucket.model_copy(update={"filter": condition})})
+    if snapshot is not None and metadata is not None:
+        raise click.UsageError("--metadata is for a new snapshot, and --snapshot names one that is there")
+    if key is not None and metadata is None:
+        raise click.UsageError("--key names a column of the file of --metadata")
+    given = {"filter": condition, "metadata": metadata, "metadata_key": key}
+    given = {option: value for option, value in given.items() if value is not None}
+    if given:
+        config = config.model_copy(update={"bucket": config.bucket.model_copy(update=given)})
     from sana_pipe.stages import bucket as stage
 
     repeated: dict[str, Any] = {} if show_duplicates is None else {"show_duplicates": local_path(show_duplicates)}
     if like is not None:
         overrides = click.get_current_context().params["overrides"]
-        chosen = [text.partition("=")[0].strip() for text in overrides] + ["bucket.filter"] * (condition is not None)
+        chosen = [text.partition("=")[0].strip() for text in overrides] + [f"bucket.{option}" for option in given]
         repeated |= {"like": like, "chosen": chosen}
     if not pack:
         return stage.run(config, name=name, dry_run=dry_run, as_json=as_json, move=move, **repeated)

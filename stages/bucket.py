@@ -21,6 +21,7 @@ from sana_pipe.config import Config
 from sana_pipe.data.cache import copies, status, withdrawn
 from sana_pipe.data.cache.cache import Cache, check_snapshot_name
 from sana_pipe.data.signals import Encoders
+from sana_pipe.data.snapshots import metadata_table
 from sana_pipe.data.snapshots.inputs import PLACES, Inputs, open_caches, read_inputs
 from sana_pipe.data.snapshots.making import Made, make
 from sana_pipe.data.snapshots.near import Report
@@ -74,9 +75,12 @@ def run(
         outputs.check(config, show_duplicates, option=duplicates_page.SHOW)
         page.check_out(show_duplicates, duplicates_page.SHOW)
     caches = open_caches(cache_location(config), config.bucket.caches, dry_run or like is not None)
+    table, config = _metadata(config, caches)
     rules, notes = None, list[str]()
     if like is not None:
         rules, config, notes = _like(config, caches, like, chosen)
+        if table is None or config.bucket.metadata != table.digest:
+            table, config = _metadata(config, caches)
     settings, heldout_name = config.bucket, f"{name or 'latest'}.heldout"
     if settings.heldout:
         check_snapshot_name(heldout_name)
@@ -84,7 +88,7 @@ def run(
     if not dry_run:
         copies.repair_all(cache.files)
         withdrawn.check_finished(cache)
-    inputs = read_inputs(caches, settings, config.data, Encoders(config.vae, config.text), config.encode)
+    inputs = read_inputs(caches, settings, config.data, Encoders(config.vae, config.text), config.encode, table)
     _note_lacking(inputs)
     report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
     validation = config.train.validation
@@ -94,6 +98,8 @@ def run(
         _show_duplicates(config, inputs, made, show_duplicates)
         report["page"] = str(show_duplicates)
     joined = made.joined
+    if table is not None and not dry_run:
+        metadata_table.stored(caches, table)
     report["notes"] = [*notes, *joined.notes]
     report |= publish(made, inputs, dry_run, name, move)
     if report["snapshot"]:
@@ -110,6 +116,15 @@ def run(
         status.join(cache)
     _print(report, as_json)
     return report["snapshot"] or ""
+
+
+def _metadata(config: Config, caches: Sequence[Cache]) -> tuple[metadata_table.MetadataTable | None, Config]:
+    """The table of `bucket.metadata`, and the configuration that names it by its digest. Errors as of `opened`."""
+    settings = config.bucket
+    if settings.metadata is None:
+        return None, config
+    table = metadata_table.opened(caches, settings.metadata, settings.metadata_key)
+    return table, config.model_copy(update={"bucket": settings.model_copy(update={"metadata": table.digest})})
 
 
 def _like(config: Config, caches: Sequence[Cache], like: str, chosen: Sequence[str]) -> tuple[Rules, Config, list[str]]:
@@ -183,6 +198,8 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
             click.echo(f"{'':18}{reject_kinds.examples(entry['examples'], entry['samples'])}")
     for file in report["reports"]:
         click.echo(f"each reject with its reason: {file}")
+    if report["metadata"]:
+        _print_metadata(report["metadata"])
     for note in report["notes"]:
         click.echo(f"note: {note}")
     if "page" in report:
@@ -260,6 +277,29 @@ def _print_groups(groups: dict[str, Any]) -> None:
     )
     for group in groups["largest"]:
         click.echo(f"{group['samples']:>9} {group['share']:>7.1%}  such as {escaped(group['example'])}")
+
+
+def _print_metadata(metadata: dict[str, Any]) -> None:
+    """Print what a table of metadata was joined with, and what of it was not."""
+    click.echo(
+        f"metadata {escaped(metadata['file'])} (table {metadata['table']}): {metadata['matched']} of "
+        f"{metadata['pictures']} pictures have a row, by their {metadata['by']} in the column {metadata['key']!r}"
+    )
+    if metadata["rows_without_key"]:
+        click.echo(f"{metadata['rows_without_key']:>9} of {metadata['rows']} rows have no key")
+    kinds = {
+        "pictures_without_row": "pictures have no row",
+        "keys_without_picture": "keys name no picture of a source that is used",
+        "repeated_keys": "keys stand in several rows; the first counts",
+        "keys_of_several": "keys name several pictures that are not equal files, and are not used",
+    }
+    for kind, what in kinds.items():
+        if count := metadata[kind]["count"]:
+            click.echo(f"{count:>9} {what}: {reject_kinds.examples(metadata[kind]['examples'], count)}")
+    if metadata["replaced"]:
+        click.echo(
+            f"{'':>9} values of the table take the place of the pictures' own: {', '.join(metadata['replaced'])}"
+        )
 
 
 def _print_duplicates(duplicates: dict[str, Any]) -> None:

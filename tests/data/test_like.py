@@ -139,7 +139,10 @@ def test_every_rule_is_in_the_head(root: Path) -> None:
         "subset": 20,
         "grow": "first",
         "resolutions": [512, 1024],
+        "metadata": str(root.parent / "scores.jsonl"),
+        "metadata_key": "name",
     }
+    Path(given["metadata"]).write_text('{"name": "00001.png", "quality": 1}\n')
     assert {*given, *PLACES} == set(BucketConfig.model_fields), "a new option: add it"
     options = {name: value for name, value in given.items() if name != "resolutions"}  # needs Sana's table
     sana_pipe.stages.bucket.run(
@@ -147,7 +150,8 @@ def test_every_rule_is_in_the_head(root: Path) -> None:
     )
     cache = Cache(root)
     rules = Rules.of(cache, "x")
-    expected = {**options, "grow": cache.snapshot_of("first")}
+    table = cache.open_snapshot("x").head.metadata
+    expected = {**options, "grow": cache.snapshot_of("first"), "metadata": table}
     assert rules.bucket == BucketConfig(**expected)
     assert collect(config(root))[0]["snapshot"]["rules"] == rules.options
     assert rules.data.keys() == {"resolution", "buckets", "min_side", "max_upscale", "max_crop_loss"}

@@ -100,6 +100,8 @@ REPAIR = "sana-pipe verify --repair"
 
 
 ENCODE, BUCKET, PROMPTS = "sana-pipe encode --data DIR", "sana-pipe bucket", "sana-pipe encode --prompts FILE"
+METADATA = f"{BUCKET} --metadata FILE"
+"""The command that stores a lost table of metadata again, with the file that it was made from."""
 FORGET = "sana-pipe forget --check"
 """The command that ends a takedown that was stopped, and looks for what is left of withdrawn pictures."""
 

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from sana_pipe.data.cache import index
 from sana_pipe.data.cache.cache import FORGOTTEN, Cache
 from sana_pipe.data.cache.findings import fix_of_snapshot, named_snapshots, skip_damaged
-from sana_pipe.data.cache.layout import ENCODE, PROMPTS, REPAIR, Paths, is_document, numbers_of
+from sana_pipe.data.cache.layout import ENCODE, METADATA, PROMPTS, REPAIR, Paths, is_document, numbers_of
 from sana_pipe.data.cache.snapshot_head import Head
 
 
@@ -38,10 +38,12 @@ class Reference:
 def references(cache: Cache) -> Iterator[Reference]:
     """The references of every document: of snapshots without a name, of the other snapshots, then of the rest. Scans
     and prompt sets from before they were forgotten have none."""
-    named = named_snapshots(cache)
+    named, scanned = named_snapshots(cache), set(cache.sources())
     heads = filter(is_document, (f"snapshots/{name}" for name in cache.files.names("snapshots")))
     for pointing, name in sorted((named.get(PurePosixPath(name).stem, ""), name) for name in heads):
         yield Reference(name, _scans_of_head(cache, name), stored=0)  # only reports read them
+        # without a source, as in a cache that `pull` filled, nothing can be joined with it
+        yield Reference(name, _metadata_of_head(cache, name), fix=METADATA, stored=2 if scanned else 0)
         fix = fix_of_snapshot(cache, PurePosixPath(name).stem, pointing or None)
         yield Reference(name, _files_of_head(cache, name), fix=fix)
     for source in cache.sources():
@@ -77,6 +79,11 @@ def plan_count(cache: Cache, owner: str) -> int:
 def _scans_of_head(cache: Cache, name: str) -> Iterator[str]:
     head = Head.read(cache.files, PurePosixPath(name).stem)
     yield from (Paths.table(table, "parquet") for table in head.sources.values())
+
+
+def _metadata_of_head(cache: Cache, name: str) -> Iterator[str]:
+    table = Head.read(cache.files, PurePosixPath(name).stem).metadata
+    yield from () if table is None else (Paths.table(table, "parquet"),)
 
 
 def _files_of_head(cache: Cache, name: str) -> Iterator[str]:

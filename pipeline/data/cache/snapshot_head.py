@@ -248,6 +248,12 @@ class Head(HeadObject):
         return encoding
 
     @property
+    def metadata(self) -> str | None:
+        """Return the digest of the table that `bucket.metadata` joined; None: there was none."""
+        digest: str | None = (self.options or {}).get("bucket", {}).get("metadata")
+        return digest
+
+    @property
     def samples(self) -> int:
         return sum(bucket.samples for bucket in self.buckets)
 

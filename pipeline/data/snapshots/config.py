@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sana_pipe.base.config import Location, Positive, Section, Share
+from sana_pipe.base.config import LocalPath, Location, Positive, Section, Share
 
 
 class SourceConfig(Section):
@@ -41,6 +41,11 @@ class BucketConfig(Section):
     remainder: Literal["carry", "drop"] = "carry"
     """Samples that do not fill the last batch of an epoch. carry: use them in the next epoch. drop: skip them in this
     epoch (others in the next one), and skip buckets smaller than a batch."""
+    metadata: LocalPath | None = None
+    """A table of scores, tags or votes (.parquet, .csv, .tsv, .jsonl) whose columns become metadata of the pictures,
+    for `filter`, `group` and weights of pairs. The cache stores it; the digest of a stored table names it, too."""
+    metadata_key: str = "item"
+    """The column of that table that names pictures: by item, `SOURCE: ITEM`, file name, its stem, or digest."""
     caches: list[Location] = []
     """Other caches (folders or URLs) whose sources are used, too. The shards that are needed are linked or copied."""
     sources: dict[str, SourceConfig] = {}
@@ -79,3 +84,7 @@ class BucketConfig(Section):
     `data.resolution`."""
     pack_mib: Positive = 64
     """`--pack`: size of a shard in MiB. The mirror needs room for sixteen of each bucket."""
+
+    def _conflicts(self) -> Iterator[str]:
+        if self.metadata is None and self.metadata_key != "item":
+            yield "metadata_key names a column of the table metadata, and metadata names no table"

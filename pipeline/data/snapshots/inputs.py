@@ -22,6 +22,7 @@ from sana_pipe.data.signals.latent import are_imported, compression
 from sana_pipe.data.snapshots.assemble import BucketTable
 from sana_pipe.data.snapshots.config import BucketConfig
 from sana_pipe.data.snapshots.join import EncodedRecords, Resolution
+from sana_pipe.data.snapshots.metadata_table import MetadataTable
 from sana_pipe.data.sources.config import DataConfig
 
 PLACES = ("caches", "pack_mib")
@@ -51,6 +52,7 @@ class Inputs:
         resolutions: one after the other, they are `table`.
         options: what the configuration says, as `Head.options`.
         lacking: kind of records that some used sources have -> the others. The snapshot has none of this kind.
+        metadata: the table of `bucket.metadata`.
     """
 
     caches: list[Cache]
@@ -61,6 +63,7 @@ class Inputs:
     table: BucketTable
     options: dict[str, dict[str, Any]]
     lacking: dict[str, list[str]]
+    metadata: MetadataTable | None = None
 
     def used(self) -> Iterator[tuple[str, Scan]]:
         return ((source, scan) for source, scan in self.scans.items() if source not in self.unused)
@@ -77,9 +80,15 @@ def open_caches(location: CacheLocation, others: Sequence[str], dry_run: bool) -
 
 
 def read_inputs(
-    caches: list[Cache], settings: BucketConfig, data: DataConfig, encoders: Encoders, encode: EncodeConfig
+    caches: list[Cache],
+    settings: BucketConfig,
+    data: DataConfig,
+    encoders: Encoders,
+    encode: EncodeConfig,
+    metadata: MetadataTable | None = None,
 ) -> Inputs:
     """Read the last scan of every source. data, encoders, encode: the settings that the cache must agree with.
+    metadata: the table that `settings` name.
 
     Raises:
         CacheError: no source yet, or sources of different encodings, or of other settings than the configuration.
@@ -117,6 +126,7 @@ def read_inputs(
         table=BucketTable(shapes, batches),
         options=options_of(settings, data, caches[0]),
         lacking=lacking,
+        metadata=metadata,
     )
 
 

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -95,6 +96,7 @@ class Joined:
         scratch: temporary storage.
         notes: what the user is to know of the choice.
         repeats: source -> {visits: items}, where the numbers of its folders multiply the visits (`folder_repeats`).
+        metadata: what `bucket` prints of the table of `bucket.metadata`; None: there is none.
     """
 
     sources: list[str] = field(default_factory=list)
@@ -105,6 +107,7 @@ class Joined:
     scratch: Scratch = field(default_factory=Scratch)
     notes: list[str] = field(default_factory=list)
     repeats: dict[str, dict[int, int]] = field(default_factory=dict)
+    metadata: dict[str, Any] | None = None
 
     def leave(self, reason: str, count: int, keep: str | None = None) -> None:
         if count:

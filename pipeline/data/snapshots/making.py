@@ -20,7 +20,7 @@ from sana_pipe.base.errors import CacheError
 from sana_pipe.data.cache.arrow import batches
 from sana_pipe.data.cache.snapshot_head import HeldOut, Policies
 from sana_pipe.data.signals.phash import ANEW, HashEncoding
-from sana_pipe.data.snapshots import balance, groups, near, near_samples, pairs, selection
+from sana_pipe.data.snapshots import balance, groups, metadata_table, near, near_samples, pairs, selection
 from sana_pipe.data.snapshots.assemble import Assembled, assemble, folder_repeats
 from sana_pipe.data.snapshots.config import BucketConfig, SourceConfig
 from sana_pipe.data.snapshots.duplicates import Duplicates, Named, unused
@@ -84,14 +84,17 @@ class _Maker:
         self.earlier = selection.Earlier(cache.files.scratch, ids)
 
     def _join(self) -> None:
-        settings, joined, items = self.settings, self.joined, dict[str, pa.Table]()
+        settings, joined, scans = self.settings, self.joined, dict[str, pa.Table]()
         for source, scan in self.inputs.scans.items():
             table = scan.cache.table(scan.table)
             if source in self.inputs.unused:
                 option = f"bucket.sources.{source}.weight"
                 joined.leave(f"{option} is 0", table.num_rows, f"another {option}")
                 continue
-            items[source] = usable(joined, without_policy(table) if settings.resolutions else table)
+            scans[source] = without_policy(table) if settings.resolutions else table
+        if self.inputs.metadata is not None:
+            scans, joined.metadata = metadata_table.joined(joined.scratch, scans, self.inputs.metadata)
+        items = {source: usable(joined, table) for source, table in scans.items()}
         common = Filter(settings.filter, "bucket.filter") if settings.filter else None
         by_source = {
             source: Filter(setting.filter, f"bucket.sources.{source}.filter")

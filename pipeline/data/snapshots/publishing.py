@@ -77,6 +77,7 @@ def publish(
         "leaked": made.leaked,
         "balance": made.balance,
         "groups": made.groups,
+        "metadata": made.joined.metadata,
     }
 
 

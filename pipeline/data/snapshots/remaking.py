@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -35,13 +36,13 @@ class Changes:
     Attributes:
         keys: name of an encoding -> keys of records that go, S16 (n,).
         successors: name of an encoding -> successors of its shards.
-        scans: digest of a scan's table -> that of the table in its place.
+        tables: digest of the table of a scan, or of `bucket.metadata` -> that of the table in its place.
         snapshots: id of a snapshot -> that of the one in its place.
     """
 
     keys: Mapping[str, np.ndarray]
     successors: Mapping[str, Successors]
-    scans: Mapping[str, str]
+    tables: Mapping[str, str]
     snapshots: Mapping[str, str]
 
     def goes(self, snapshot: Snapshot, samples: pa.Table) -> np.ndarray:
@@ -57,8 +58,8 @@ class Changes:
         return np.concatenate([np.empty(0, bool), *(self.goes(snapshot, samples) for samples in snapshot.tables())])
 
     def concern(self, head: Head) -> bool:
-        """Return whether a head names a shard or a scan's table that is replaced."""
-        if any(table in self.scans for table in head.sources.values()):
+        """Return whether a head names a shard or a table that is replaced."""
+        if any(table in self.tables for table in (*head.sources.values(), head.metadata)):
             return True
         if head.folder is not None:
             return False
@@ -98,7 +99,8 @@ def remade(cache: Cache, snapshot: Snapshot, changes: Changes) -> str | None:
         buckets=tuple(buckets),
         shards={kind: shards.table for kind, shards in lists.items()},
         null=_null(head.null, lists[snapshot.caption.kind]),
-        sources={source: changes.scans.get(table, table) for source, table in head.sources.items()},
+        sources={source: changes.tables.get(table, table) for source, table in head.sources.items()},
+        options=_options(head, changes),
         chunks=ChunkTable.of(chunks()),
         parent=None if head.parent is None else changes.snapshots.get(head.parent) or head.parent,
         counts={"samples": int(stays.sum())},
@@ -108,6 +110,14 @@ def remade(cache: Cache, snapshot: Snapshot, changes: Changes) -> str | None:
     check_files(cache.files, made)
     cache.files.ensure(Paths.snapshot(made.id), made.sealed())
     return made.id
+
+
+def _options(head: Head, changes: Changes) -> Mapping[str, Mapping[str, Any]] | None:
+    """The options that a snapshot was made with, with the table of `bucket.metadata` as it is now."""
+    if head.options is None or head.metadata is None:
+        return head.options
+    table = changes.tables.get(head.metadata, head.metadata)
+    return {**head.options, "bucket": {**head.options["bucket"], "metadata": table}}
 
 
 def _buckets(head: Head, stays: np.ndarray) -> tuple[list[Bucket], np.ndarray]:

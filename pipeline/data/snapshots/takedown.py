@@ -32,7 +32,7 @@ from sana_pipe.data.cache.rewriting import Rewriter
 from sana_pipe.data.cache.snapshot import Snapshot
 from sana_pipe.data.cache.snapshot_head import Head
 from sana_pipe.data.cache.withdrawn import Takedown
-from sana_pipe.data.snapshots import group_memory, packing, takedown_search
+from sana_pipe.data.snapshots import group_memory, metadata_table, packing, takedown_search
 from sana_pipe.data.snapshots.remaking import Changes, remade
 
 TRAINED = "trained-"
@@ -75,6 +75,7 @@ def carry_out(cache: Cache, number: int, takedown: Takedown, log: Log) -> Takedo
     work.write_shards()
     withdrawn.update(cache, number, work.takedown)
     work.write_scans()
+    work.write_metadata()
     work.remake_snapshots(lambda made: withdrawn.update(cache, number, made))
     for rewriter in work.rewriters:
         rewriter.replace_documents()
@@ -98,14 +99,14 @@ class _Work:
     Attributes:
         takedown: what is known of it so far.
         rewriters: of the encodings with records that go.
-        scans: digest of a scan's table -> that of the table without the rows that go.
+        tables: digest of the table of a scan, or of metadata -> that of the table without the rows that go.
     """
 
     def __init__(self, cache: Cache, takedown: Takedown, log: Log):
         self.cache, self.takedown, self.log = cache, takedown, log
         encodings = takedown_search.encoding_names(cache)
         self.rewriters = [Rewriter(cache, name, keys) for name in encodings if (keys := takedown.keys_of(name))]
-        self.scans: dict[str, str] = {}
+        self.tables: dict[str, str] = {}
         self._digests = binary(as_keys([bytes.fromhex(digest) for digest in takedown.digests]))
 
     @property
@@ -113,7 +114,7 @@ class _Work:
         """The changes in snapshots, as far as they are known."""
         keys = {name: as_keys(self.takedown.keys_of(name)) for name in self.takedown.keys}
         successors = {rewriter.name: rewriter.successors for rewriter in self.rewriters}
-        return Changes(keys, successors, self.scans, self.takedown.snapshots)
+        return Changes(keys, successors, self.tables, self.takedown.snapshots)
 
     # ------------------------------------------------------------ who else is here
 
@@ -175,7 +176,20 @@ class _Work:
 
         new = self.cache.files.scratch.table(table.schema, left())
         if len(new) < len(table):
-            self.scans[name] = self.cache.put_table(new)
+            self.tables[name] = self.cache.put_table(new)
+
+    def write_metadata(self) -> None:
+        """Write the tables of `bucket.metadata` without the rows that go: of keys that may name one of the items."""
+        names = set(self.takedown.digests)
+        names |= {name for source, item in self.takedown.items for name in metadata_table.names_of(source, item)}
+        for digest in sorted({head.metadata for head in self._heads() if head.metadata is not None}):
+            with suppress(IntegrityError):  # it is lost; `verify` says so
+                table = self.cache.table(digest)
+                left = (rows.filter(pa.array(~metadata_table.goes(rows, names))) for rows in batches(table))
+                new = self.cache.files.scratch.table(table.schema, left)
+                if len(new) < len(table):
+                    self.tables[digest] = self.cache.put_table(new)
+                    self.log(f"table {digest[:12]} of metadata is written without {len(table) - len(new)} rows")
 
     def _heads(self) -> Iterator[Head]:
         for snapshot_id in named_snapshots(self.cache):
@@ -279,8 +293,8 @@ class _Work:
     def replace_scans(self) -> None:
         """Let the documents of scans name the tables without the rows that go."""
         for scan in list(takedown_search.scans(self.cache)):
-            if scan.table in self.scans:
-                body = {**scan.body, "table": self.scans[scan.table]}
+            if scan.table in self.tables:
+                body = {**scan.body, "table": self.tables[scan.table]}
                 body.pop("counts", None)  # of the table before
                 name = Paths.numbered(Paths.scans(scan.source), scan.number)
                 self.cache.files.replace_document(name, layout.seal(body))

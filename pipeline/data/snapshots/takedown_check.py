@@ -17,6 +17,7 @@ from sana_pipe.data.cache.findings import Finding, damage_only
 from sana_pipe.data.cache.keys import as_keys, binary
 from sana_pipe.data.cache.layout import FORGET
 from sana_pipe.data.cache.shard import from_ipc
+from sana_pipe.data.snapshots import metadata_table
 
 FOLDERS = ("shards", "tables", "copies/tables", "fragments", "damaged")
 
@@ -31,12 +32,12 @@ def remains(cache: Cache) -> Iterator[Finding]:
     wanted = sorted({bytes.fromhex(each) for each in {*keys, *(d for each in takedowns for d in each.digests)}})
     if not wanted:
         return
-    fixed = binary(as_keys(wanted))
+    fixed, names = binary(as_keys(wanted)), metadata_table.withdrawn_names(cache)
     for folder in FOLDERS:
         for entry in cache.files.walk(folder):
             name = entry.name.partition("@")[0]
             try:
-                found = _found(cache, entry.name, name, fixed)
+                found = _found(cache, entry.name, name, fixed, names)
             except (CacheError, OSError, pa.ArrowException) as error:
                 problem = damage_only(error) if isinstance(error, CacheError | OSError) else f"cannot be read: {error}"
                 yield Finding(entry.name, f"cannot be searched: {problem}")
@@ -45,14 +46,17 @@ def remains(cache: Cache) -> Iterator[Finding]:
                 yield Finding(entry.name, f"has {found} keys or digests of withdrawn pictures", fix=FORGET)
 
 
-def _found(cache: Cache, path: str, name: str, wanted: pa.Array) -> int:
-    """Return how many values of a file are wanted ones."""
+def _found(cache: Cache, path: str, name: str, wanted: pa.Array, names: set[str]) -> int:
+    """Return how many values of a file are wanted ones. names: keys of wanted rows of a table of metadata."""
     if name.endswith(".tar"):
         return _count(shard.read_table(cache.files, path), wanted)
     if name.endswith(".arrow"):
         return _count(from_ipc(cache.files.read(path), path), wanted)
     if name.endswith(".parquet"):
-        return sum(_count(_without_rejects(rows), wanted) for rows in parquet_batches(cache.files.read(path))[1])
+        schema, every = parquet_batches(cache.files.read(path))
+        if schema.names == metadata_table.SCHEMA.names:
+            return sum(int(np.count_nonzero(metadata_table.goes(rows, names))) for rows in every)
+        return sum(_count(_without_rejects(rows), wanted) for rows in every)
     return 0
 
 
