@@ -148,7 +148,7 @@ SHARES = {
         Share("controlnet_24gb", 1, 16, [*chosen(2), EACH]),
         Share("sana_600m_512", 1, 128, chosen(13), sides=0.5),
         Share("sana_1600m_1024_lora", 1, 4, chosen(4)),
-        Share("sana_1600m_1024", 8, 64, [*chosen(2, "full"), PAIRS]),
+        Share("sana_1600m_1024", 8, 64, [*chosen(4, "full"), PAIRS]),
     ],
     "A40": [Share("sana_1600m_1024", 1, 64, [*chosen(4), EACH], below=0.08)],
     "H100": [Share("controlnet_80gb", 1, 64, chosen(22)), Share("sana_1600m_1024", 1, 64, [*chosen(4, "full"), PAIRS])],

@@ -228,6 +228,14 @@ def test_two_processes_are_one(launched: Path, kind: str, name: str) -> None:
 
 @pytest.mark.dist
 @pytest.mark.timeout(600)
+def test_pairs_under_hsdp_are_one_process(folder: Path) -> None:
+    run_worker("seams", folder, processes=4, timeout_s=500)
+    for kind in seams.PAIRS:
+        assert losses(folder / f"{kind}, HSDP") == pytest.approx(losses(folder / f"{kind}, one")[:2], abs=1e-5)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["FSDP2", "DDP", "resumed"])
 def test_two_processes_draw_with_a_controlnet_what_one_draws(launched: Path, name: str) -> None:
     for step in (2, 4):

@@ -1,4 +1,5 @@
-"""Runs with adapters and with a second loss on two processes: torchrun -m tests.support.workers.seams FOLDER.
+"""Runs with adapters and with a second loss on two processes: torchrun -m tests.support.workers.seams FOLDER. On four
+processes those that learn from pairs, under HSDP.
 
 FOLDER has the runs of one process (`made`); the results are run directories next to them.
 """
@@ -25,6 +26,7 @@ from tests.support.workers import tiny_run
 
 KINDS = ("low rank", "aligned", "dora", "controlnet", "prefer", "prefer, whole")
 """The adapter of the tests, the second loss, and by configuration DoRA with preservation, a ControlNet and pairs."""
+PAIRS = KINDS[-2:]
 PROMPT = torch.randn(7, tiny_run.TEXT_WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16()
 """Text rows of the prompt of preserved samples; with so few of these a process has none in some steps."""
 PARALLEL: dict[str, dict[str, Any]] = {
@@ -70,6 +72,11 @@ def run(kind: str, given: Config, launch: Launch | None = None, **options: Any) 
 
 def main() -> None:
     folder, launch = Path(sys.argv[1]), mesh.reopening(detect(), 0)
+    if launch.world == 4:
+        for kind in PAIRS:
+            given = {"steps": 2, "ema": None, "validation": None, "parallel": {"dp_replicate": 2, "dp_shard": 2}}
+            run(kind, settings(folder, f"{kind}, HSDP", **given), launch)
+        return
     for kind in KINDS:
         for name, parallel in PARALLEL.items():
             run(kind, settings(folder, f"{kind}, {name}", parallel=parallel), launch)
