@@ -139,11 +139,18 @@ def test_columns_work_in_groups_and_filters_of_a_source(root: Path) -> None:
     assert items(of) == {f"one: {n % 2}/{n:03d}.png" for n in (1, 6, 11, 16)}
 
 
+def test_keys_and_values_of_a_csv_stay_as_they_are_written(root: Path) -> None:
+    rows = [{"id": "1.50", "day": "03/01/2024"}, {"id": "2.00", "day": "04/01/2024"}]
+    table = metadata_table.opened([Cache(root)], write(root, rows, "csv"), "id")
+    assert table.rows.column("key").to_pylist() == ["1.50", "2.00"]
+    assert [json.loads(row) for row in table.rows.column("row").to_pylist()] == rows
+
+
 def test_a_table_that_names_no_picture_names_the_column_that_would(root: Path) -> None:
-    rows = [{"number": n, "file": f"{n:03d}", "quality": 1} for n in range(20, 0, -1)]
+    rows = [{"number": n, "stem": f"{n:03d}", "quality": 1} for n in range(20, 0, -1)]
     file = write(root, rows)
     for key, what in (("number", "'number'"), ("itm", "'itm'")):
-        with pytest.raises(UserError, match=naming("bucket.metadata_key=file", "0/000.png", what)):
+        with pytest.raises(UserError, match=naming("bucket.metadata_key=stem", "0/000.png", what)):
             sana_pipe.stages.bucket.run(with_table(root, file, key))
     with pytest.raises(UserError, match=naming("bucket.metadata_key=COLUMN", "nowhere")):
         sana_pipe.stages.bucket.run(config(root, f"bucket.metadata={write(root, [{'item': 'nowhere'}])}"))

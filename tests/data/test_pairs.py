@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,11 @@ def test_the_loader_hands_over_rejected_pictures_with_the_weights_of_their_pairs
     sana_pipe.stages.bucket.run(config)
     plain = snapshot(config)
     packed = Cache(config.cache).open_snapshot(sana_pipe.stages.pack.run(config))
-    for made in plain, packed:
+    votes = tmp_path / "votes.jsonl"
+    votes.write_text(json.dumps({"item": f"pairs.parquet/{1:09d}", "votes": 7.0}) + "\n")
+    rules = config.bucket.model_copy(update={"metadata": str(votes)})
+    sana_pipe.stages.bucket.run(config.model_copy(update={"bucket": rules}))
+    for made, second in (plain, 0.5), (packed, 0.5), (snapshot(config), 7.0):
         seen = dict[int, float]()
         settings = loader_settings(stop_step=6, pictures=("rejected",))
         read.clear()
@@ -185,6 +190,7 @@ def test_the_loader_hands_over_rejected_pictures_with_the_weights_of_their_pairs
         assert {names[key]: weight for key, weight in seen.items()} == {
             row_name(one, other): weight
             for one, other, weight in zip(CHOSEN_FILES, REJECTED_FILES, [2.0, 0.5, 3.0], strict=True)
+            f"pairs.parquet/{n:09d}": weight for n, weight in enumerate([2.0, second, 3.0])
         }
         assert {"latent", "text", "rejected"} <= set(read)
         read.clear()

@@ -62,10 +62,13 @@ def prepared(folder: Path) -> Config:
     synthetic.add(config, "two", [Picture("twin.png", TWIN, captions=(("said of the twin", 1.0),)), Picture("x", "x")])
     synthetic.add(config, "three", [Picture("alone.png", "alone")])
     sana_pipe.stages.bucket.run(config, name="all")
-    without = config.model_copy(
-        update={"bucket": config.bucket.model_copy(update={"heldout": 0.0, "filter": "score < 2"})}
+    votes = folder / "votes.jsonl"
+    votes.write_text("".join(json.dumps({"item": picture.item, "vote": 1}) + "\n" for picture in pictures()))
+    rules = {"heldout": 0.0, "filter": "score < 2 AND vote = 1", "metadata": str(votes)}
+    sana_pipe.stages.bucket.run(
+        config.model_copy(update={"bucket": config.bucket.model_copy(update=rules)}), name="few"
     )
-    sana_pipe.stages.bucket.run(without, name="few")
+    votes.unlink()
     for name, packed in (("all", "packed"), ("few", "few.packed")):
         sana_pipe.stages.pack.run(config, snapshot=name, name=packed)
     (folder / "cache/reports").mkdir(exist_ok=True)
