@@ -16,6 +16,7 @@ from click.testing import CliRunner
 import sana_pipe.stages.bucket
 import sana_pipe.stages.forget
 import sana_pipe.stages.gc
+import sana_pipe.stages.push
 import sana_pipe.stages.snapshots
 from sana_pipe.base.errors import CacheError, UserError
 from sana_pipe.cli import cli
@@ -253,6 +254,10 @@ def test_verify_finds_a_damaged_or_lost_table_and_gc_keeps_what_snapshots_need(r
     sana_pipe.stages.gc.run(config(root), yes=True, older_than_hours=0)
     assert [(root / table).exists() for table in tables] == [True, False]
     assert not list(audit.verify(Cache(root)))
+    sana_pipe.stages.push.run(config(root), str(root.parent / "pushed"), snapshot="one", license="cc0-1.0")
+    pushed = Cache(root.parent / "pushed")
+    assert pushed.open_snapshot("one").head.metadata in tables[0] and not pushed.files.has_file(tables[0])
+    assert not list(audit.verify(pushed)), "without sources nothing is joined with it"
     path = root / tables[0]
     data = bytearray(path.read_bytes())
     data[9] ^= 1
