@@ -591,7 +591,7 @@ def bucket(
 @click.pass_context
 def snapshots(context: click.Context, given: _Given, as_json: bool) -> Any:
     """List the snapshots of the cache, say how one was made (`snapshots show A`), compare two (`snapshots diff A B`),
-    or name one (`snapshots name A NAME`)."""
+    name one (`snapshots name A NAME`), or list its pictures (`snapshots list A FILE`)."""
     if context.invoked_subcommand is not None:
         if given != _NOTHING or as_json:
             raise click.UsageError("options go behind the last word: sana-pipe snapshots diff A B --config F")
@@ -602,16 +602,34 @@ def snapshots(context: click.Context, given: _Given, as_json: bool) -> Any:
     return stage.run(config, as_json=as_json)
 
 
-@snapshots.command(examples=["sana-pipe snapshots diff round1 round2 --json"])
+@snapshots.command(
+    examples=[
+        "sana-pipe snapshots diff round1 round2 --json",
+        "sana-pipe snapshots diff round1 s3://other/cache:round1",
+        "sana-pipe snapshots diff round1 published.csv",
+    ]
+)
 @_configured
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, with every sample that differs.")
 def diff(config: Config, a: str, b: str, as_json: bool) -> Any:
-    """List the samples that were added, removed or changed from A to B (names or ids)."""
+    """List the samples that were added, removed or changed from A to B (names or ids; CACHE:NAME in another cache). B
+    may also be a list, FILE.csv or FILE.parquet: then items that A lacks, has besides, or has with other bytes."""
     from sana_pipe.stages import snapshots as stage
 
     return stage.diff(config, a, b, as_json=as_json)
+
+
+@snapshots.command("list", examples=["sana-pipe snapshots list round1 round1.csv"])
+@_configured
+@click.argument("snapshot", metavar="SNAPSHOT")
+@click.argument("file", metavar="FILE")
+def write_list(config: Config, snapshot: str, file: str) -> Any:
+    """Write source, item and digest of each picture of a snapshot to FILE (.csv or .parquet), for `snapshots diff`."""
+    from sana_pipe.stages import snapshots as stage
+
+    return stage.write_list(config, snapshot, file)
 
 
 @snapshots.command(examples=["sana-pipe snapshots show round1 --json"])

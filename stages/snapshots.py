@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import click
 
 from sana_pipe.base.amounts import amount
-from sana_pipe.base.errors import IntegrityError, escaped
+from sana_pipe.base.errors import IntegrityError, UserError
 from sana_pipe.config import Config
 from sana_pipe.data.cache import compare, layout
 from sana_pipe.data.cache.cache import MOVING, check_snapshot_name, name_taken
-from sana_pipe.data.cache.snapshot import Snapshot
-from sana_pipe.data.snapshots import provenance
+from sana_pipe.data.snapshots import comparing, item_lists, provenance
+from sana_pipe.tools import outputs
 from sana_pipe.tools.locations import cache_location
-
-SHOWN = 20
-"""Samples of each kind that `diff` names without `--json`."""
 
 
 def run(config: Config, as_json: bool = False) -> int:
@@ -95,48 +93,49 @@ def name(config: Config, snapshot: str, label: str, move: bool = False) -> int:
 
 
 def diff(config: Config, a: str, b: str, as_json: bool = False) -> int:
-    """Print the samples that differ.
+    """Print the content ids, and the samples or items that differ.
 
     Args:
-        a, b: names, ids or beginnings of ids.
+        a: a name, an id or the beginning of an id; CACHE:NAME for another cache.
+        b: the same, or FILE.csv or FILE.parquet: a list of items.
 
     Returns:
         0 if both hold the same samples with the same records, 1 if not.
 
     Raises:
         CacheError: no such snapshot, or it is damaged.
+        UserError: a list cannot be read, or A is one.
     """
+    location = cache_location(config)
+    first, second = (comparing.opened(location, word) for word in (a, b))
+    if isinstance(first, Path):
+        raise UserError(f"{a}: a list can only be the second", fix=f"sana-pipe snapshots diff SNAPSHOT {a}")
+    if isinstance(second, Path):
+        differ, report = comparing.of_list(first, second, as_json)
+    else:
+        differ, report = comparing.of_snapshots(first, second, as_json)
+    for line in [json.dumps(report)] if as_json else comparing.lines(report):
+        click.echo(line)
+    return 1 if differ else 0
+
+
+def write_list(config: Config, snapshot: str, file: str) -> int:
+    """Write the list of the pictures of a snapshot, which `diff` compares with others.
+
+    Args:
+        snapshot: a name, an id or the beginning of an id.
+        file: ends in .csv or .parquet; it is replaced if it is there.
+
+    Returns:
+        0.
+
+    Raises:
+        CacheError: no such snapshot, or the scan of a source is not in the cache.
+        UserError: the file has another ending, or is one that the configuration reads.
+    """
+    outputs.check(config, Path(file), option="FILE")
     cache = cache_location(config).open()
-    first, second = cache.open_snapshot(a), cache.open_snapshot(b)
-    difference = compare.difference(first, second)
-    kinds = {
-        "added": _named(second, [(row, ()) for row in difference.added]),
-        "removed": _named(first, [(row, ()) for row in difference.removed]),
-        "changed": _named(second, difference.changed),
-    }
-    if as_json:
-        report: dict[str, object] = {"a": first.id, "b": second.id}
-        report["signals"], report["encodings"] = list(difference.signals), list(difference.encodings)
-        for kind, samples in kinds.items():
-            report[kind] = [
-                {"source": source, "item": item, **({"what": list(what)} if what else {})}
-                for source, item, what in samples
-            ]
-        click.echo(json.dumps(report))
-        return 1 if difference else 0
-    for kind, samples in kinds.items():
-        click.echo(f"{len(samples)} {kind}")
-        for source, item, what in samples[:SHOWN]:
-            click.echo(f"  {source}: {escaped(item)}" + (f" ({', '.join(what)})" if what else ""))
-        if len(samples) > SHOWN:
-            click.echo(f"  and {len(samples) - SHOWN} more (--json names all)")
-    for signal in difference.signals:
-        click.echo(f"only {'A' if signal in first.pictures else 'B'} has records of the kind {signal}")
-    for signal in difference.encodings:
-        click.echo(f"records of the kind {signal} have different encodings and are not compared")
-    return 1 if difference else 0
-
-
-def _named(snapshot: Snapshot, rows: list[tuple[int, tuple[str, ...]]]) -> list[tuple[str, str, tuple[str, ...]]]:
-    """(source, item, what changed) of samples, sorted by name."""
-    return sorted((*snapshot.source_item(row), what) for row, what in rows)
+    made = cache.open_snapshot(snapshot)
+    rows = item_lists.write(cache, made, Path(file))
+    click.echo(f"{file}: {rows} items of snapshot {made.id}, content {made.head.content_id or 'not known'}")
+    return 0

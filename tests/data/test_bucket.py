@@ -1207,10 +1207,14 @@ def test_snapshots_are_listed_and_compared(root: Path) -> None:
         "00005.png": ["captions"],
     }
     plain = run.invoke(cli, ["snapshots", "diff", "first", "second", *options]).output
-    assert plain.splitlines()[:2] == ["1 added", "  one: new.png"]
+    heads = [Cache(of.cache).open_snapshot(each).head for each in (first, second)]
+    assert plain.splitlines()[:4] == [
+        *(f"{side}: snapshot {h.id}, content {h.content_id}" for side, h in zip("AB", heads, strict=True)),
+        *("1 added", "  one: new.png"),
+    ]
     assert "  one: 00003.png (bucket)" in plain
     same = run.invoke(cli, ["snapshots", "diff", "second", second[:9], *options], standalone_mode=False)
-    assert (same.return_value, same.output) == (0, "0 added\n0 removed\n0 changed\n")
+    assert same.return_value == 0 and same.output.endswith("0 added\n0 removed\n0 changed\n")
     with pytest.raises(CacheError, match="'third'"):
         sana_pipe.stages.snapshots.diff(of, "first", "third")
     with pytest.raises(UserError, match=naming("'latest'", second, "--move")):

@@ -49,6 +49,7 @@ def dry_run(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> tuple[int, lis
                 "diff",
                 "name",
                 "show",
+                "write_list",
                 "run_prompts",
                 "run_pairs",
                 "watch",

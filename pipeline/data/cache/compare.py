@@ -25,7 +25,8 @@ class Difference:
         added: rows of the second.
         removed: rows of the first.
         changed: (row of the second, what changed). What: `picture` (other records of it), `bucket` (another size),
-            `captions` (other records, weights or order).
+            `captions` (other records, weights or order), `bytes` (records of equal keys have other values, as after
+            encoding on another kind of device).
         signals: kinds of records that only one of them has.
         encodings: kinds of records, in addition to those of the pictures themselves, that the two have by different
             encodings; they are not compared.
@@ -88,7 +89,10 @@ def _parents_first(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def difference(first: Snapshot, second: Snapshot) -> Difference:
-    """Say what changed from the first snapshot to the second. Samples are matched by id."""
+    """Say what changed from the first snapshot to the second. Samples are matched by id. Equal content ids mean equal
+    samples, so these are not read then."""
+    if first.head.content_id is not None and first.head.content_id == second.head.content_id:
+        return Difference([], [], [])
     old, new = _compared(first), _compared(second)
     order = np.argsort(old.sample_id)
     places = np.minimum(np.searchsorted(old.sample_id, new.sample_id, sorter=order), len(order) - 1)
@@ -96,13 +100,16 @@ def difference(first: Snapshot, second: Snapshot) -> Difference:
     common = old.sample_id[candidates] == new.sample_id
     a, b = candidates[common], np.flatnonzero(common)
     bucket = (_sizes(first)[a] != _sizes(second)[b]).any(1)
-    picture = np.zeros(len(a), bool)
+    picture, values = np.zeros(len(a), bool), np.zeros(len(a), bool)
     encodings, others = first.head.encodings_by_kind, second.head.encodings_by_kind
     lead = pictures_of(encodings.values())[0].kind
     both = old.pictures.keys() & new.pictures.keys()
     different = {kind for kind in both if kind != lead and encodings[kind] != others[kind]}
     for kind in both - different:
-        picture |= (old.pictures[kind]["key"][a] != new.pictures[kind]["key"][b]) & ~bucket
+        before, after = old.pictures[kind], new.pictures[kind]
+        same = before["key"][a] == after["key"][b]
+        picture |= ~same & ~bucket
+        values |= same & (before["checksum"][a] != after["checksum"][b])
     counts = np.diff(old.first)[a]
     captions = counts != np.diff(new.first)[b]
     comparable = np.flatnonzero(~captions)
@@ -112,10 +119,12 @@ def difference(first: Snapshot, second: Snapshot) -> Difference:
     left, right = old.first[a[sample]] + inner, new.first[b[sample]] + inner
     for name in ("key", "weight"):
         captions[sample[old.captions[name][left] != new.captions[name][right]]] = True
-    kinds = {"picture": picture, "bucket": bucket, "captions": captions}
+    equal = old.captions["key"][left] == new.captions["key"][right]
+    values[sample[equal & (old.captions["checksum"][left] != new.captions["checksum"][right])]] = True
+    kinds = {"picture": picture, "bucket": bucket, "captions": captions, "bytes": values}
     changed = [
         (int(b[i]), tuple(name for name, column in kinds.items() if column[i]))
-        for i in np.flatnonzero(picture | bucket | captions)
+        for i in np.flatnonzero(picture | bucket | captions | values)
     ]
     removed = np.ones(len(old.sample_id), bool)
     removed[a] = False
@@ -129,8 +138,8 @@ def _compared(snapshot: Snapshot) -> Columns:
     parts = list[Columns]()
     for start in range(0, len(snapshot), CHUNK_ROWS):
         part = snapshot.columns(np.arange(start, min(start + CHUNK_ROWS, len(snapshot))))
-        pictures = {kind: {"key": places["key"]} for kind, places in part.pictures.items()}
-        captions = {name: part.captions[name] for name in ("key", "weight")}
+        pictures = {kind: {name: of[name] for name in ("key", "checksum")} for kind, of in part.pictures.items()}
+        captions = {name: part.captions[name] for name in ("key", "checksum", "weight")}
         parts.append(replace(part, pictures=pictures, captions=captions))
     return Columns.join(parts)
 
