@@ -174,7 +174,7 @@ def test_the_loader_hands_over_rejected_pictures_with_the_weights_of_their_pairs
     plain = snapshot(config)
     packed = Cache(config.cache).open_snapshot(sana_pipe.stages.pack.run(config))
     votes = tmp_path / "votes.jsonl"
-    votes.write_text(json.dumps({"item": f"pairs.parquet/{1:09d}", "votes": 7.0}) + "\n")
+    votes.write_text(json.dumps({"item": row_name(CHOSEN_FILES[1], REJECTED_FILES[1]), "votes": 7.0}) + "\n")
     rules = config.bucket.model_copy(update={"metadata": str(votes)})
     sana_pipe.stages.bucket.run(config.model_copy(update={"bucket": rules}))
     for made, second in (plain, 0.5), (packed, 0.5), (snapshot(config), 7.0):
@@ -189,8 +189,7 @@ def test_the_loader_hands_over_rejected_pictures_with_the_weights_of_their_pairs
         names = {made.sample(row).sample_id: made.source_item(row)[1] for row in range(len(made))}
         assert {names[key]: weight for key, weight in seen.items()} == {
             row_name(one, other): weight
-            for one, other, weight in zip(CHOSEN_FILES, REJECTED_FILES, [2.0, 0.5, 3.0], strict=True)
-            f"pairs.parquet/{n:09d}": weight for n, weight in enumerate([2.0, second, 3.0])
+            for one, other, weight in zip(CHOSEN_FILES, REJECTED_FILES, [2.0, second, 3.0], strict=True)
         }
         assert {"latent", "text", "rejected"} <= set(read)
         read.clear()

@@ -8,12 +8,12 @@ from pathlib import Path
 
 def files(root: Path) -> dict[str, bytes]:
     """Name -> bytes of every file that means something to readers. What processes of a launch told each other about
-    planning and verification stays until the next launch."""
+    options, planning and verification stays until the next launch, or `gc`."""
     return {
         str(p.relative_to(root)): p.read_bytes()
         for p in sorted(root.rglob("*"))
         if p.is_file() and p.relative_to(root).parts[0] not in ("tmp", "reports", "rounds")
-        if not p.name.startswith("planned-")
+        if not p.name.startswith(("planned-", "launch-"))
     }
 
 
