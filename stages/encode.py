@@ -293,9 +293,7 @@ def _run_prompts(
     config: Config, name: str, lines: Lines, share: tuple[int, int], engine: str, stop: Stop
 ) -> dict[str, Any]:
     text = TextEncoding.wanted(signals.Encoders(config.vae, config.text), config.data, config.encode)
-    cache = cache_location(config).open(create=True)
-    copies.repair_all(cache.files)
-    withdrawn.check_finished(cache)
+    cache = _prepared(config)
     cache.files.sweep()
     cache.add_encoding(text)
     worker = Worker(claims.Claims(cache.files), stop, *share)
@@ -316,6 +314,16 @@ def _run_prompts(
         "speed": {"captions": made.speed},
         "prompts": {**published, "new": new},
     }
+
+
+def _prepared(config: Config) -> Cache:
+    """Open or make the cache, before any source is scanned: it can be written to, is whole, and has space."""
+    cache = cache_location(config).open(create=True)
+    copies.repair_all(cache.files)
+    withdrawn.check_finished(cache)
+    if (shortage := disk_space.shortage(cache)) is not None:
+        click.echo(shortage, err=True)
+    return cache
 
 
 def _prompts(run: _TextRun, lines: Lines) -> prompt_lists.PromptWork:
@@ -359,9 +367,7 @@ def _run(
     encodings = signals.encodings(signals.Encoders(config.vae, config.text), config.data, config.encode)
     surveying.check_latents(source, encodings)
     table = surveying.bucket_table(config.data, encodings)
-    cache = cache_location(config).open(create=True)
-    copies.repair_all(cache.files)
-    withdrawn.check_finished(cache)
+    cache = _prepared(config)
     encodings = surveying.with_stored_decoder(cache, encodings, config.data.decoder)
     cache.files.sweep()
     for encoding in encodings:

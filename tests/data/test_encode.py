@@ -31,6 +31,7 @@ from sana_pipe.base.errors import CacheError, RejectRateError, UserError
 from sana_pipe.config import Config, dump
 from sana_pipe.data.cache import audit, index, layout, shard
 from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.files import Files
 from sana_pipe.data.cache.keys import key_bytes
 from sana_pipe.data.cache.status import status
 from sana_pipe.data.encoders import vae as encoders
@@ -39,6 +40,7 @@ from sana_pipe.data.encoders.text import TextEncoder
 from sana_pipe.data.images import vips_decoder
 from sana_pipe.data.signals.latent import LatentEncoding
 from sana_pipe.data.sources.folder import FolderSource
+from sana_pipe.data.work import disk_space
 from tests.support import tiny_models
 from tests.support.constants import set_constants, unit_sizes
 from tests.support.loading import loader_settings
@@ -118,6 +120,36 @@ def test_a_cache_that_cannot_be_written_is_refused_before_the_scan(
         path.chmod(0o755 if path.is_dir() else 0o644)
     assert done.returncode == CacheError.exit_code and "cannot be written" in done.stderr, done.stderr
     assert "scan" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("operation", ["link", "replace"])
+def test_a_disk_that_cannot_publish_is_refused_before_the_scan(
+    start: Config, source: Path, operation: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cache was copied there, so its files need no publication any more."""
+    before = files(Path(start.cache))
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, operation, refused)
+    picture(source / "more.png", 1)
+    with pytest.raises(CacheError, match=naming(start.cache)):
+        sana_pipe.stages.encode.run(start, data=str(source))
+    assert "scan" not in capsys.readouterr().err and files(Path(start.cache)) == before
+
+
+def test_too_little_space_is_said_before_the_scan(
+    start: Config, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture(source / "more.png", 1)
+    for free, said in ((disk_space.RESERVE - 1, True), (disk_space.RESERVE, False)):
+        capsys.readouterr()
+        monkeypatch.setattr(Files, "free_bytes", lambda self, free=free: free)
+        sana_pipe.stages.encode.run(start, data=str(source))
+        printed = capsys.readouterr().err
+        assert ("are free" in printed.partition("scan:")[0]) == said and "scan:" in printed
+        (source / "more.png").touch()
 
 
 def test_ten_more_pictures_encode_ten(start: Config, source: Path) -> None:

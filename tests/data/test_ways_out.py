@@ -85,10 +85,10 @@ TWICE: dict[str, Callable[[Cache], str]] = {
 
 
 def state(folder: Path) -> dict[str, bytes]:
-    """The files of the cache, without those that were set aside."""
+    """The files of the cache, without those that were set aside and rounds of `verify`."""
     root = folder / "cache"
     files = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
-    ignored = ("damaged/", "tmp/", "reports/")
+    ignored = ("damaged/", "tmp/", "reports/", "rounds/")
     return {name: path.read_bytes() for name, path in files.items() if not name.startswith(ignored)}
 
 

@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 import pyarrow as pa
 
-from sana_pipe.base import disk, retrying
+from sana_pipe.base import disk, process_identity, retrying
 from sana_pipe.base.disk import Handle, cache_errors, file_digest, raise_if_of_machine
 from sana_pipe.base.errors import CacheError, IntegrityError
 from sana_pipe.data.cache import layout
@@ -115,14 +115,19 @@ class Files:
             self.store.probe()
 
     def check_writable(self) -> None:
-        """Test whether files can be written into the folder of a cache; `probe` did so for an object store.
+        """Test whether files can be published in the folder of a cache: written, synced, read back, linked under a name
+        and renamed. `probe` did so for an object store.
 
         Raises:
             CacheError: they cannot.
         """
         if self.on_disk:
-            with self.temporary() as path:
-                disk.write_synced(path, b"sana-pipe\n")
+            name, data = f"tmp/{process_identity.name_prefix()}-{uuid.uuid4().hex}", b"sana-pipe\n"
+            self.store.create(name, data)  # if this fails there is nothing to remove
+            try:
+                self.store.replace(name, data)
+            finally:
+                self.store.remove(name)
 
     # ------------------------------------------------------------ reading
 

@@ -24,8 +24,8 @@ from sana_pipe.data.verification.round import Result, Round, Scope, StoredRound
 from sana_pipe.data.work.engine import Job, Worker
 from sana_pipe.data.work.progress import Progress
 
-DOCUMENTS, LAST = Part(("documents",), (0,)), Part(("snapshots",), (0,))
-"""The first and the last part."""
+DOCUMENTS = Part(("documents",), (0,))
+"""The first part."""
 
 
 @dataclass
@@ -128,7 +128,8 @@ class Verification:
             before = f"{self.totals.before.files} files, {amount(self.totals.before.bytes)} were read before"
             self.report.say(f"continues the verification of {begun:%Y-%m-%d %H:%M} UTC: {before}")
         self._share(chosen, lambda part: self._part(contents, part))
-        self._share([LAST], lambda part: self._last(contents))
+        last = Part(("snapshots", self.round.parts), (0, 0))  # another one, if the cache has changed
+        self._share([last], lambda part: self._last(contents))
         if self.error is None:
             self.round.end(self.worker.task, self.worker.tasks)
 

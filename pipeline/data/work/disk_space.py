@@ -29,6 +29,15 @@ WAIT_S = 3600.0
 POLL_S = 5.0
 
 
+def shortage(cache: Cache) -> str | None:
+    """Say, before a scan that may take hours, that encoding will pause after it; None if there is space now."""
+    free = cache.files.free_bytes()
+    if free is None or free >= RESERVE:
+        return None
+    rest = f"less than the {amount(RESERVE)} that stay free: encoding pauses after the scan until there is space"
+    return f"{cache.location}: {amount(free)} are free, {rest}"
+
+
 class DiskSpace:
     """The disk space of one process's cache.
 
