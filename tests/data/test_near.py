@@ -117,14 +117,14 @@ def test_hashes_that_come_one_at_a_time_give_the_groups_of_all(seed: int, monkey
 
 def test_pairs_of_known_hashes_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed, memory, compared = clusters(1), GroupMemory(DISTANCE), 0
-    plain = near._Search._compare
+    plain = near.Search.compare
 
     def counted(search: Any, by: Any, of: Any, columns: Any, *rest: Any) -> None:
         nonlocal compared
         compared += len(of) * len(columns)
         plain(search, by, of, columns, *rest)
 
-    monkeypatch.setattr(near._Search, "_compare", counted)
+    monkeypatch.setattr(near.Search, "compare", counted)
     costs = []
     for rows in (slice(1, None), slice(1, None), slice(0, None)):
         compared = 0
@@ -135,9 +135,7 @@ def test_pairs_of_known_hashes_are_not_compared(monkeypatch: pytest.MonkeyPatch)
 
 def test_groups_are_stored_and_unusable_ones_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_memory, "LEAST", 100)
-    files, hashed = Cache(tmp_path / "cache", create=True).files, clusters(2)
-    rows = np.flatnonzero(hashed[:, WORDS] >= near.MIN_QUALITY)
-    unique, _ = near._unique(hashed, rows)
+    files, unique = Cache(tmp_path / "cache", create=True).files, clusters(2)[:, 1:]
 
     def known(distance: int = DISTANCE) -> bool:
         before = GroupMemory.read(files, distance).known(unique)
@@ -146,7 +144,8 @@ def test_groups_are_stored_and_unusable_ones_are_made_again(tmp_path: Path, monk
 
     def store() -> None:
         memory = GroupMemory.read(files, DISTANCE)
-        near.groups(hashed, DISTANCE, memory=memory)
+        memory.known(unique)
+        memory.learn(np.arange(len(unique)) // 3 * 3)
         memory.write(files)
 
     assert not known()

@@ -115,13 +115,13 @@ def test_the_next_bucket_compares_new_hashes_alone(
 ) -> None:
     """A dry run stores nothing; the groups and the snapshot are those of a bucket that compares all."""
     set_constants(monkeypatch, {"sana_pipe.data.snapshots.group_memory.LEAST": 1})
-    compared, plain = list[int](), near._Search.__init__
+    compared, plain = list[int](), near.Search.__init__
 
     def counted(search: Any, unique: Any, distance: int, forest: Any, is_new: np.ndarray) -> None:
         compared.append(int(is_new.sum()))
         plain(search, unique, distance, forest, is_new)
 
-    monkeypatch.setattr(near._Search, "__init__", counted)
+    monkeypatch.setattr(near.Search, "__init__", counted)
     stored, of = tmp_path / "cache" / group_memory.PATH, config("bucket.dedup=near")
     sana_pipe.stages.bucket.run(of, dry_run=True)
     assert not stored.exists() and len(compared) == 1

@@ -79,7 +79,7 @@ def groups(
         same = np.flatnonzero(before[order[1:]] == before[order[:-1]])
         forest.join(order[same], order[same + 1])
     if is_new.any():
-        _Search(unique, distance, forest, is_new).run(report)
+        Search(unique, distance, forest, is_new).run(report)
     roots = forest.roots(np.arange(len(unique)))
     if memory is not None:
         memory.learn(roots)
@@ -188,7 +188,7 @@ class _Sorted:
         self.starts = np.concatenate([*starts, [2 * count]])
 
 
-class _Search:
+class Search:
     """Finds near pairs of different hashes with colours (m, 48), and joins them in a forest.
 
     The 128 bits are cut into as few words as leave one with at most `radius` differences. A mirrored hash is the hash
@@ -237,12 +237,12 @@ class _Search:
                 keys[len(plain) :] ^= mirror
                 rows = np.arange(by.starts[prefix], by.starts[prefix + 1])
                 if self._all_new:
-                    self._compare(by, rows, columns, keys, len(plain))
+                    self.compare(by, rows, columns, keys, len(plain))
                 else:
                     left, right = is_new[rows], is_new[columns]
-                    self._compare(by, rows[left], columns, keys, len(plain))
+                    self.compare(by, rows[left], columns, keys, len(plain))
                     some = columns[right], keys[right]
-                    self._compare(by, rows[~left], *some, int(np.count_nonzero(right[: len(plain)])))
+                    self.compare(by, rows[~left], *some, int(np.count_nonzero(right[: len(plain)])))
                 report((word * total + int(by.starts[prefix + 1])) // self._words, total)
             self._verify()
 
@@ -254,7 +254,7 @@ class _Search:
             near[own ^ mask] = near[own ^ mask ^ inverted] = True
         return near
 
-    def _compare(self, by: _Sorted, of: np.ndarray, columns: np.ndarray, keys: np.ndarray, plain: int) -> None:
+    def compare(self, by: _Sorted, of: np.ndarray, columns: np.ndarray, keys: np.ndarray, plain: int) -> None:
         """Compare a range of whole pictures with other hashes: their keys, from number `plain` on mirrored."""
         if not len(of) or not len(columns):
             return
