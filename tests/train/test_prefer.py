@@ -334,7 +334,8 @@ def test_a_run_that_goes_too_far_ends_with_a_message_and_a_checkpoint(tmp_path: 
     step = int(ended.split()[3].rstrip(":"))
     assert step < 40 and "train.prefer.stop" in ended and (tmp_path / f"ends/checkpoints/step-{step:08d}").exists()
     rows = metrics.read_events(tmp_path / "ends/metrics.jsonl", events_only=True)["validation"]
-    reasons = [Preferring(FlowConfig(), PreferConfig()).why_end([row["parts"] for row in rows[:n]]) for n in (-1, None)]
+    objective = Preferring(FlowConfig(), PreferConfig(anchor=0.0))
+    reasons = [objective.why_end([row["parts"] for row in rows[:n]]) for n in (-1, None)]
     assert rows[-1]["step"] == step and reasons[0] is None and reasons[1] is not None and reasons[1] in ended
     again = run(tmp_path / "ends", 40, prefer={"beta": 200.0, "anchor": 0.0, "stop": 0.05}, **rising)
     assert ended in again and not any(line.startswith(("resumed", "training")) for line in again)
@@ -343,25 +344,46 @@ def test_a_run_that_goes_too_far_ends_with_a_message_and_a_checkpoint(tmp_path: 
     assert not any(line.startswith("ended") for line in goes_on)
 
 
+def validation(accuracy: float | None, loss: float | None = 0.5, chosen: float | None = 1.0) -> dict[str, float | None]:
+    """Parts of a validation. loss: `prefer` and `anchor` together."""
+    return {
+        "prefer": None if loss is None else loss - 0.1,
+        "anchor": 0.1,
+        "accuracy": accuracy,
+        "chosen": chosen,
+        "chosen_reference": 1.0,
+    }
+
+
 @pytest.mark.parametrize(
-    ("accuracies", "loss", "ends"),
+    ("accuracies", "losses", "chosen", "ends"),
     [
-        ([0.5, 0.9, 0.8], 1.0, False),
-        ([0.5, 0.9, 0.8, 0.9], 1.0, False),
-        ([0.5, 0.9, 0.8, 0.9, 0.8, 0.7], 1.0, True),
-        ([0.9], 1.04, False),
-        ([0.9], 1.06, True),
+        ([0.5, 0.9, 0.8], [0.6, 0.4, 0.5], 1.0, False),
+        ([0.5, 0.9, 0.8, 0.9], [0.6, 0.4, 0.5, 0.5], 1.0, False),
+        ([0.5, 0.9, 0.8, 0.9, 0.8, 0.7], [0.6, 0.4, 0.5, 0.3, 0.4, 0.4], 1.0, True),
+        ([0.5, 0.9, 0.8, 0.7], [0.6, 0.5, 0.4, 0.3], 1.0, False),
+        ([0.5, 0.9, 0.8, 0.7], [0.6, 0.5, 0.4, 0.5], 1.0, False),
+        ([0.5, 0.9, 0.8, 0.7], [0.6, 0.3, 0.4, 0.4], 1.0, True),
+        ([0.5, 0.9, 0.9, 0.9], [0.6, 0.3, 0.4, 0.4], 1.0, False),
+        ([0.9], [0.5], 1.04, False),
+        ([0.9], [0.5], 1.06, True),
     ],
 )
-def test_the_rule_of_the_stop(accuracies: list[float], loss: float, ends: bool) -> None:
-    rows = [{"accuracy": each, "chosen": loss, "chosen_reference": 1.0} for each in accuracies]
+def test_the_rule_of_the_stop(accuracies: list[float], losses: list[float], chosen: float, ends: bool) -> None:
+    rows = [validation(*each, chosen) for each in zip(accuracies, losses, strict=True)]
     assert (Preferring(FlowConfig(), PreferConfig()).why_end(rows) is not None) == ends
     assert Preferring(FlowConfig(), PreferConfig(stop=None)).why_end(rows) is None
 
 
+def test_the_stop_weighs_the_anchor_as_the_training_does() -> None:
+    rows = [{**validation(accuracy), "anchor": anchor} for accuracy, anchor in ((0.9, 0.0), (0.8, 0.2), (0.8, 0.2))]
+    ends = [Preferring(FlowConfig(), PreferConfig(anchor=share)).why_end(rows) for share in (0.0, 1.0)]
+    assert ends[0] is None and ends[1] is not None
+
+
 def test_the_stop_looks_at_the_last_validation_by_the_share_that_is_set() -> None:
     losses = [1.2, 1.08, 1.12]  # the first is above, and is over
-    rows = [{"accuracy": 0.5, "chosen": loss, "chosen_reference": 1.0} for loss in losses]
+    rows = [validation(0.5, 0.5, loss) for loss in losses]
     stops = [Preferring(FlowConfig(), PreferConfig(stop=share)) for share in (0.1, 0.15)]
     assert [[stop.why_end(rows[:n]) is not None for n in (1, 2, 3)] for stop in stops] == [
         [True, False, True],
@@ -371,10 +393,10 @@ def test_the_stop_looks_at_the_last_validation_by_the_share_that_is_set() -> Non
 
 def test_a_validation_that_is_not_finite_ends_no_run_and_is_no_accuracy() -> None:
     objective = Preferring(FlowConfig(), PreferConfig())
-    finite = {"accuracy": 0.9, "chosen": 1.0, "chosen_reference": 1.0}
-    assert objective.why_end([finite, {"accuracy": None, "chosen": None, "chosen_reference": 1.0}]) is None
-    assert objective.why_end([{**finite, "accuracy": None}, finite]) is None
-    assert objective.why_end([finite, {**finite, "accuracy": None}, {**finite, "accuracy": None}]) is not None
+    finite, without = validation(0.9), validation(None, None)
+    assert objective.why_end([finite, validation(None, None, None)]) is None
+    assert objective.why_end([without, finite]) is None
+    assert objective.why_end([finite, without, without]) is not None
 
 
 @pytest.mark.parametrize(

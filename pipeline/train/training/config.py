@@ -108,7 +108,8 @@ class PreferConfig(Section):
     """Weight of beta/2 max(0, loss of the chosen picture - that of the base), so that it does not rise; 0: none."""
     stop: Share | None = 0.05
     """End the run at a validation where the chosen pictures' loss exceeds the base's by more than this share, or where
-    the second one in a row has a lower pair accuracy than an earlier one; needs `validation`. null: never."""
+    the second one in a row has a lower pair accuracy and a higher loss than earlier ones; needs `validation`. null:
+    never."""
 
 
 class ValidationConfig(Section):

@@ -8,6 +8,7 @@ Price: a microbatch of b pairs is a forward and backward pass of 2 b samples, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from sana_pipe.train.training.objectives import ToDevice
 from sana_pipe.train.training.objectives.flow import Flow
 
 PATIENCE = 2
-"""Validations in a row below the best pair accuracy that end a run."""
+"""Validations in a row below the best pair accuracy, and above the lowest loss, that end a run."""
 _FLOW, _WEIGHT = "flow", "pair_weight"
 
 
@@ -82,7 +83,10 @@ class Preferring(Flow):
     def why_end(self, validations: Sequence[Mapping[str, float | None]]) -> str | None:
         """Say that the chosen pictures' loss is too far above the reference's, or that the accuracy fell.
 
-        Example: accuracies 0.5, 0.9, 0.8, 0.9, 0.8, 0.7 end a run at the last one, the second in a row below 0.9.
+        The accuracy of few pairs goes up and down by chance. So the loss has to rise, too: a run whose held-out loss
+        still falls goes on.
+        Example: accuracies 0.5, 0.9, 0.8, 0.9, 0.8, 0.7 with losses 0.6, 0.4, 0.5, 0.3, 0.4, 0.4 end a run at the last
+        one, the second in a row below 0.9 and above 0.3.
         """
         loss, reference = (validations[-1][name] for name in ("chosen", "chosen_reference"))
         if self.stop is None or loss is None or reference is None:
@@ -93,7 +97,17 @@ class Preferring(Flow):
                 f"{self.stop:.0%} above it (train.prefer.stop)"
             )
         accuracies = [each["accuracy"] or 0.0 for each in validations]
-        best = max(accuracies)
-        if len(accuracies) > PATIENCE and all(each < best for each in accuracies[-PATIENCE:]):
-            return f"the held-out pair accuracy is {accuracies[-1]:.3f}, and was {best:.3f} (train.prefer.stop)"
+        losses = [self._loss(each) for each in validations]
+        best, lowest = max(accuracies), min(losses)
+        last = list(zip(accuracies, losses, strict=True))[-PATIENCE:]
+        if all(accuracy < best and loss > lowest for accuracy, loss in last):
+            return (
+                f"the held-out pair accuracy is {accuracies[-1]:.3f}, and was {best:.3f}; the held-out loss is "
+                f"{losses[-1]:.4f}, and was {lowest:.4f} (train.prefer.stop)"
+            )
         return None
+
+    def _loss(self, validation: Mapping[str, float | None]) -> float:
+        """The loss that is trained, of a validation; infinite if it is not finite."""
+        parts = [(weight, validation[name]) for name, weight in self.parts.items() if weight]
+        return sum(math.inf if value is None else weight * value for weight, value in parts)
