@@ -103,7 +103,7 @@ class Samples:
             control, reason = every[form]
             rows.append((name, picture, control))
             self.controls[name], self.expected[name], self.form[name] = control, reason, form
-            self.keys[name] = f"/0000000{number - 10:02}" if layout == "parquet" else f"{number:02}"
+            self.keys[name] = f"{number:02}"
         getattr(self, layout)(data, rows)
 
     def suffix(self, data: Path, rows: list[tuple[str, bytes, bytes | None]]) -> None:
@@ -160,7 +160,8 @@ def test_each_sample_has_the_right_record_or_a_reason(
     data.mkdir()
     samples = Samples(seed, layout, kind, data)
     option = f"data.pictures.{kind}.{WAYS[layout]}"
-    config = make_config(tmp_path, "encode.max_reject_rate=1", option)
+    names = ["data.key_field=name"] if layout == "parquet" else []
+    config = make_config(tmp_path, "encode.max_reject_rate=1", option, *names)
     done = sana_pipe.stages.encode.run(config, str(data))
     refused = {name for name, reason in samples.expected.items() if reason is not None}
     with Path(config.cache, "reports/rejects-data.csv").open() as sheet:

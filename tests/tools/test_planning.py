@@ -247,7 +247,7 @@ def test_a_compiled_run_is_planned_without_the_compiler() -> None:
 def test_released_shapes_need_no_network(path: Any) -> None:
     config = load(path)
     shape = predict.architecture(config.model, config.data.resolution, data_of(config))
-    known = SHAPES[path.stem.removesuffix("_lora").removesuffix("_scratch")]
+    known = SHAPES[re.sub("_(lora|prefer|scratch)$", "", path.stem)]
     assert SanaConfig(**{**shape.__dict__, "sample_size": known.sample_size}) == known
 
 

@@ -70,7 +70,7 @@ class TrainingRun:
         them where another run has trained it: that run's checkpoint may be removed."""
         ema = {"ema": self.ema.values} if self.ema is not None else {}
         reference = {}
-        if self.model.reference is not None and self.began_from is not None:
+        if self.began_from is not None and self.model.reference is not None:
             values = self.model.reference.module.named_parameters()
             reference = {"reference": {name: parameter.detach() for name, parameter in values}}
         return {**ema, **reference, **({"loss_scale": self.step.scale.state} if self.step.scale.dynamic else {})}
