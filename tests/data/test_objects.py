@@ -548,8 +548,10 @@ def test_encode_bucket_load_verify_repair_over_s3(
 ) -> None:
     config = make_config(tmp_path, f"cache={place}", f"mirror.path={tmp_path / 'mirror'}")
     assert sana_pipe.stages.encode.run(config, data=str(photos))["images"] == 12
-    sana_pipe.stages.bucket.run(config)
     here = cache_location(config).open()
+    joined = here.files.read(Paths.LISTED)
+    sana_pipe.stages.bucket.run(config)
+    assert here.files.read(Paths.LISTED) != joined
     assert content(here.files) == content(Files(small_cache))
     assert sana_pipe.stages.encode.run(config, data=str(photos))["images"] == 0
     assert sana_pipe.stages.status.run(config) == 0 and sana_pipe.stages.verify.run(config) == 0
