@@ -24,6 +24,7 @@ from sana_pipe.data.cache.config import MirrorConfig
 from sana_pipe.data.cache.status import join, status
 
 QUICK_ITEMS, ITEMS = 2_000, 200_000
+WANTED = {"status_requests": "<= 5", "status_requests_again": "<= 5"}
 
 
 def measure(quick: bool, folder: Path) -> dict[str, float]:

@@ -60,7 +60,7 @@ from sana_pipe.data.sources.tars import TarSource
 from sana_pipe.data.work import claims
 from sana_pipe.data.work.engine import Worker
 from sana_pipe.data.work.stop import Stop
-from sana_pipe.stages import bucket, encode
+from sana_pipe.stages import bucket, encode, snapshots
 
 PER_TAR = 10_000
 SOURCE = "synthetic"
@@ -335,6 +335,12 @@ def command(name: str, folder: Path, count: int) -> None:
     elif name == "scores":
         table = f"bucket.metadata={folder / SCORES}", "bucket.metadata_key=id"
         bucket.run(configuration(folder, *table, "bucket.filter=quality > 5"))
+    elif name == "list":
+        snapshots.write_list(config, "made", str(folder.parent / "list.csv"))
+    elif name in ("diff", "list_diff"):
+        other = "list.csv" if name == "list_diff" else "two/cache:made"
+        if snapshots.diff(config, "made", str(folder.parent / other)) != 1:
+            raise RuntimeError("no difference was found")
     elif name == "folder":
         list_folder(folder, count)
     elif name == "s3":

@@ -110,12 +110,13 @@ def test_equal_content_is_said_without_reading_a_sample(
     assert contents[0] == contents[1] and "content is equal" in out[2] and out[0] != out[1]
 
 
+@pytest.mark.parametrize("axes", [2, 3], ids=["captions", "latents"])
 def test_records_of_equal_keys_with_other_values_are_named(
-    of: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    of: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axes: int
 ) -> None:
     """Another kind of device makes other bits of the same picture and caption."""
     real, other = ShardWriter.add, config(tmp_path / "other")
-    changed = lambda writer, key, array, **more: real(writer, key, array ^ (key[0] < 40), **more)  # noqa: E731
+    changed = lambda writer, key, array, **more: real(writer, key, array ^ (array.ndim == axes and key[0] < 40), **more)  # noqa: E731
     monkeypatch.setattr(ShardWriter, "add", changed)
     add(other, "one", pictures(40))
     sana_pipe.stages.bucket.run(other, name="round1")
