@@ -1,7 +1,7 @@
 """Verification in shares: documents, then parts of the contents, then snapshots and repairs.
 
 Several processes share the parts by claims, as `encode` shares units (`work.engine`). Every one of them ends with the
-result of the whole round (`verification.round`). The first and the last step are parts, too, which one process does.
+result of the whole round (`verification.round`). The last step is a part, too, which one process does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from sana_pipe.data.work.engine import Job, Worker
 from sana_pipe.data.work.progress import Progress
 
 DOCUMENTS = Part(("documents",), (0,))
-"""The first part."""
+"""The first part. Every process verifies it, and repairs it if asked, one after the other: what was right when a killed
+process read it may be wrong now, and the other parts are planned by it."""
 
 
 @dataclass
@@ -108,7 +109,10 @@ class Verification:
             AwayError, NoSpaceError: the cache cannot be reached, or has no space for results.
         """
         known = self.round.done()
-        self._share([DOCUMENTS], self._documents)
+        if self.repairs is None:
+            self.made(DOCUMENTS, self._documents(DOCUMENTS))
+        else:
+            self._share([DOCUMENTS], self._documents)
         documents = self.totals.verified
         self.totals.total.add(documents.files, documents.bytes)
         contents = Contents(self.cache, self.scope.snapshot)
@@ -159,7 +163,8 @@ class Verification:
         for finding in audit.verify_documents(self.cache, lambda size: counted.add(1, size)):
             findings += self.report.add([finding])
         outcomes: dict[str, str] = {}
-        if self.repairs is not None:
+        repaired = DOCUMENTS.id in (self.round.done() or ())  # by another process, which read all tables for it
+        if self.repairs is not None and (findings or not repaired):
             repairing.repair_documents(self.cache, findings, self.report)
             outcomes = {finding.path: self.report.outcomes[finding.path] for finding in findings}
         return Result(counted.files, counted.bytes, tuple(findings), outcomes=outcomes)
@@ -191,10 +196,12 @@ class Verification:
         self.totals.read.add(result.files, result.bytes)
         self._count(part, result)
         if self.error is None:
-            self.round.publish(part.id, result, (_files(part), part.bytes))
+            self.round.publish(part.id, Result() if part == DOCUMENTS else result, (_files(part), part.bytes))
 
     def take(self, part: Part) -> bool:
         """Take the result of another process, or of an earlier command; returns False if there is none."""
+        if part == DOCUMENTS:
+            return False
         if (result := self.round.result(part.id, (_files(part), part.bytes))) is None:
             return False
         self.report.add(result.findings)
