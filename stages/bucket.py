@@ -102,6 +102,7 @@ def run(
         metadata_table.stored(caches, table)
     report["notes"] = [*notes, *joined.notes]
     report |= publish(made, inputs, dry_run, name, move)
+    report["by_group"] = settings.group
     if report["snapshot"]:
         with suppress(CacheError):  # `verify` names what is damaged
             report["notes"] += mask_notes(cache.open_snapshot(report["snapshot"]))
@@ -247,6 +248,7 @@ def _print_buckets(report: dict[str, Any], dry_run: bool) -> None:
     for part, count in report["leaked"].items():
         click.echo(
             f"held-out snapshot {part[:12]}: {count} of its samples look like one of these"
+            + (" or share its group" if report.get("by_group") else "")
             + ("; its loss is then not that of unseen pictures (bucket.heldout makes a clean part)" if count else "")
         )
     if report["adopted_bytes"]:

@@ -20,7 +20,7 @@ from sana_pipe.config import Config
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.scratch import Scratch
 from sana_pipe.data.cache.snapshot import Snapshot
-from sana_pipe.data.snapshots import groups, heldout
+from sana_pipe.data.snapshots import groups, heldout, opening
 from sana_pipe.data.snapshots.frames import FrameColumns
 from sana_pipe.data.snapshots.join import Joined
 from tests.support.frames import frame_of
@@ -207,6 +207,41 @@ def test_columns_are_those_of_filters(tmp_path: Path, column: str, capsys: pytes
 def test_a_filter_that_leaves_nothing_is_named_and_not_the_column(root: Path) -> None:
     with pytest.raises(UserError, match="nothing is left"):
         sana_pipe.stages.bucket.run(config(root, GROUP, HALF, "bucket.filter=width > 10000"))
+
+
+def test_samples_of_an_older_part_whose_artist_is_trained_on_are_counted(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are of other pictures, and the cache has no hashes: the column alone tells."""
+    part = config(root, "bucket.filter=item IN ('000.png', '001.png', '009.png', '002.png', '041.png')")
+    sana_pipe.stages.bucket.run(part, name="old")
+    validated = "train.validation.snapshot=old"
+    others = "bucket.filter=item NOT IN ('000.png', '001.png', '009.png', '041.png') AND artist NOT LIKE '%a2%'"
+    result = report(config(root, others, GROUP, validated), capsys, name="new")
+    cache = Cache(config(root).cache)
+    old, trained = cache.open_snapshot("old"), cache.open_snapshot("new")
+    mine = {artist(item) for item in items(trained)} - {None}
+    shared = sum(artist(old.source_item(row)[1]) in mine for row in range(len(old)))
+    assert 0 < shared < len(old) and result["leaked"] == trained.head.leaked == {old.id: shared}
+    assert any(f"{shared} samples of old share a group of artist" in note for note in result["notes"])
+    assert not any("no effect" in note for note in result["notes"])
+    assert report(config(root, others, validated), capsys)["leaked"] == {}, "without bucket.group nothing is known"
+    lines: list[str] = []
+    opening.held_out(cache, trained, "old", 10, lines.append)
+    assert any(f"{shared} of them" in line and "artist" in line for line in lines)
+
+
+def test_lists_join_the_groups_of_both_snapshots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """x is trained on; a picture of x and y is in the part, and so are one of y and one of z."""
+    of = config(tmp_path / "cache", GROUP)
+    metas = {"1.png": "x", "2.png": ["x", "y"], "3.png": "y", "4.png": "z", "5.png": None, "6.png": ["z", "w"]}
+    add(of, "one", [Picture(item, item, meta={"artist": value}) for item, value in metas.items()])
+    held_out = "'2.png', '3.png', '4.png', '5.png'"
+    sana_pipe.stages.bucket.run(config(tmp_path / "cache", f"bucket.filter=item IN ({held_out})"), name="old")
+    some = ("train.validation.snapshot=old", "bucket.filter=item = '1.png'")
+    assert list(report(config(tmp_path / "cache", GROUP, *some), capsys)["leaked"].values()) == [2]
+    every = ("train.validation.snapshot=old", f"bucket.filter=item NOT IN ({held_out})")
+    assert list(report(config(tmp_path / "cache", GROUP, *every), capsys)["leaked"].values()) == [3]
 
 
 def test_folders_are_groups(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ class Head(HeadObject):
         folder: of the joint shards of a packed snapshot, below `shards/`.
         options: settings of the configuration that `bucket` made it with, where they are not the defaults, by section.
         counts: `samples`, for other tools.
-        leaked: held-out snapshot -> its samples that look like one of these, where that was counted.
+        leaked: held-out snapshot -> its samples that look like one of these or share its group, where that was counted.
         content_id: digest of samples, records, order and policies alone: equal for equal ones in any cache, whatever
             scans and shards it has. None: an earlier version wrote the head.
     """

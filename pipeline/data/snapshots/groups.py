@@ -31,7 +31,7 @@ from sana_pipe.data.snapshots.near import Forest
 OPTION = "bucket.group"
 LARGEST = 5
 """Groups that are shown."""
-_NONE = b""
+NONE = b""
 """A key of zeros, as numpy compares it: no value."""
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 """Odd, so that a product names its row. Sorting needs keys that are spread evenly."""
@@ -66,10 +66,10 @@ def add_groups(joined: Joined, scans: Mapping[str, pa.Table], column: str) -> tu
     for source, scan in scans.items():
         writer, found = joined.scratch.writer("S16"), False
         for batch in batches(scan):
-            keys, pairs = _keys(filters.texts(rule.column, batch, source))
-            writer.add(keys)
+            found_keys, pairs = keys(filters.texts(rule.column, batch, source))
+            writer.add(found_keys)
             also.append(pairs)
-            found |= bool((keys != _NONE).any())
+            found |= bool((found_keys != NONE).any())
         grouped[source] = scan.append_column(GROUP, binary(writer.finish()))
         lacking += [] if found else [source]
     if len(lacking) == len(scans) and any(map(len, scans.values())):
@@ -80,16 +80,16 @@ def add_groups(joined: Joined, scans: Mapping[str, pa.Table], column: str) -> tu
     return grouped, Values(column, np.concatenate([np.empty((0, 2), "S16"), *also]))
 
 
-def _keys(lists: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
+def keys(lists: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
     """The key of each item's first value, (n,) S16; and the pairs of `Values.also`. lists: texts of each item."""
     encoded = lists.flatten().dictionary_encode()
     of_text = as_keys([bytes(16), *(value_key(text) for text in encoded.dictionary.to_pylist())])
-    keys = of_text[pc.fill_null(encoded.indices, -1).to_numpy() + 1]
+    found = of_text[pc.fill_null(encoded.indices, -1).to_numpy() + 1]
     owners = lists.value_parent_indices().to_numpy()
-    owners, keys = owners[keys != _NONE], keys[keys != _NONE]
+    owners, found = owners[found != NONE], found[found != NONE]
     result, first = np.zeros(len(lists), "S16"), np.diff(owners, prepend=-1) > 0
-    result[owners[first]] = keys[first]
-    return result, np.stack([result[owners[~first]], keys[~first]], axis=1)
+    result[owners[first]] = found[first]
+    return result, np.stack([result[owners[~first]], found[~first]], axis=1)
 
 
 def value_key(text: str) -> bytes:
@@ -121,12 +121,12 @@ def united(joined: Joined, frame: Frame, values: Values, near: np.ndarray | None
         is_sample = rows < count
         nodes = np.where(is_sample, rows, count + (rows - count) % max(1, len(also)))
         forest.join(*_links(nodes, first))
-        has_value = is_sample & (frame.group[np.minimum(rows, count - 1)] != _NONE)
+        has_value = is_sample & (frame.group[np.minimum(rows, count - 1)] != NONE)
         distinct += int(np.count_nonzero(np.logical_or.reduceat(has_value, np.flatnonzero(first))))
     result, sets = scratch.array(count, "S16"), _Sets()
     roots = (forest.roots(np.arange(piece.start, piece.stop)).astype(np.uint64) for piece in pieces(count))
     for _, rows, first in scratch.by_key(of_halves(some * _SPREAD, some) for some in roots):
-        number, without = np.cumsum(first) - 1, frame.group[rows] == _NONE
+        number, without = np.cumsum(first) - 1, frame.group[rows] == NONE
         keys = np.where(without, pictures[rows], frame.group[rows])
         high, low = halves(keys)
         order = np.lexsort((low, high, without, number))
@@ -145,7 +145,7 @@ def _links(nodes: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def _or_own(keys: np.ndarray, piece: slice) -> np.ndarray:
     """The keys of some rows; a row without a value gets a key that no other row has."""
     rows = np.arange(piece.start, piece.stop, dtype=np.uint64)
-    return np.where(keys == _NONE, of_halves(rows * _SPREAD, rows), keys)
+    return np.where(keys == NONE, of_halves(rows * _SPREAD, rows), keys)
 
 
 class _Sets:

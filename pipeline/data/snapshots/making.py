@@ -18,9 +18,10 @@ import pyarrow as pa
 from sana_pipe.base.config import setting
 from sana_pipe.base.errors import CacheError
 from sana_pipe.data.cache.arrow import batches
+from sana_pipe.data.cache.snapshot import Snapshot
 from sana_pipe.data.cache.snapshot_head import HeldOut, Policies
 from sana_pipe.data.signals.phash import ANEW, HashEncoding
-from sana_pipe.data.snapshots import balance, groups, metadata_table, near, near_samples, pairs, selection
+from sana_pipe.data.snapshots import balance, group_leaks, groups, metadata_table, near, near_samples, pairs, selection
 from sana_pipe.data.snapshots.assemble import Assembled, assemble, folder_repeats
 from sana_pipe.data.snapshots.config import BucketConfig, SourceConfig
 from sana_pipe.data.snapshots.duplicates import Duplicates, Named, unused
@@ -166,6 +167,8 @@ class _Maker:
         if self.values is None:
             return frame, None, None
         if not self.settings.heldout:
+            if self.validation is not None:  # `_leaked` counts by groups
+                return frame, None, None
             self.joined.notes.append(f"{groups.OPTION} has no effect, since bucket.heldout=0 holds nothing out")
             return frame, None, None
         near_groups = self._near_groups(frame)
@@ -277,32 +280,53 @@ class _Maker:
         return Made(assembled, joined, frame)
 
     def _leaked(self, frame: Frame) -> dict[str, int]:
-        """List, of the held-out snapshot that the configuration names, the samples that look like one of the
-        training."""
+        """Count, of the held-out snapshot that the configuration names, the samples that look like one of the training
+        or share its group, as far as hashes and groups are known."""
         named, inputs = self.validation, self.inputs
-        if named is None or HashEncoding.kind not in inputs.records.indexes:
+        if named is None:
             return {}
         try:
             part = inputs.caches[0].open_snapshot(named)
         except CacheError:  # not made yet; `train` says so if it stays away
             return {}
-        if part.head.encodings.get(HashEncoding.kind) is None:
-            return {}
+        every = [self._looking_alike(frame, part, named), self._sharing_groups(frame, part, named)]
+        found = [each for each in every if each is not None]
+        return {part.id: int(np.logical_or.reduce(found).sum())} if found else {}
+
+    def _sharing_groups(self, frame: Frame, part: Snapshot, named: str) -> np.ndarray | None:
+        """The samples of a held-out snapshot that are of a group of the training, (n,) bool; None: not known."""
+        column, inputs = self.settings.group, self.inputs
+        if column is None:
+            return None
+        scans = {source: scan.cache.table(scan.table) for source, scan in inputs.used()}
+        try:
+            found = group_leaks.sharing(np.unique(frame.picture_id), scans, inputs.caches[0], part, column)
+        except CacheError as error:
+            self.joined.notes.append(f"samples of {named} in a group of these were not counted: {error.line}")
+            return None
+        if found.any():
+            self.joined.notes.append(f"{int(found.sum())} samples of {named} share a group of {column} with these")
+        return found
+
+    def _looking_alike(self, frame: Frame, part: Snapshot, named: str) -> np.ndarray | None:
+        """The samples of a held-out snapshot that look like one of the training, (n,) bool; None: not known."""
+        inputs = self.inputs
+        if HashEncoding.kind not in inputs.records.indexes or part.head.encodings.get(HashEncoding.kind) is None:
+            return None
         both = inputs.records.encodings, part.head.encodings_by_kind.values()
         if not all(map(near_samples.has_hashes, both)):
             self.joined.notes.append(
                 f"samples of {named} that look like one of these were not counted: one of the two has hashes of an "
                 f"earlier version; {ANEW} makes them again, then sana-pipe bucket for both"
             )
-            return {}
+            return None
         with self.comparing(len(frame)) as report:
-            shared = part, report
-            leaked, flat = near_samples.leaked(frame, inputs.records, inputs.caches, *shared)
+            leaked, flat = near_samples.leaked(frame, inputs.records, inputs.caches, part, report)
         if flat:
             self.joined.notes.append(
                 f"{flat} samples of {named} have too little detail to be compared with these; of them equal files count"
             )
-        return {part.id: leaked}
+        return leaked
 
 
 def _numbers(table: pa.Table) -> Counter[int]:

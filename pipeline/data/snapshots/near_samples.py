@@ -92,9 +92,9 @@ def leaked(
     caches: Sequence[Cache],
     part: Snapshot,
     report: near.Report,
-) -> tuple[int, int]:
-    """Count the samples of a held-out part that look like a sample of the training, and how many have too little detail
-    for that; of these the equal files are counted. frame: the training's; report: as of `near.groups`.
+) -> tuple[np.ndarray, int]:
+    """Find the samples of a held-out part that look like a sample of the training, (n,) bool, and count those with too
+    little detail for that; of these the equal files are found. frame: the training's; report: as of `near.groups`.
 
     Raises:
         CacheError: the hashes are of an earlier rule.
@@ -110,7 +110,7 @@ def leaked(
     if flat.any():
         keys = np.concatenate([picture_keys(table, kind) for table in part.tables()])
         both[flat] = np.isin(keys[flat], records.indexes[kind].columns["key"][rows])
-    return int(both.sum()), int(flat.sum())
+    return both, int(flat.sum())
 
 
 def is_flat(hashed: np.ndarray) -> np.ndarray:

@@ -73,8 +73,10 @@ def held_out(cache: Cache, snapshot: Snapshot, name: str | None, samples: int, l
     heldout.check(snapshot, part)
     log(f"validation: {min(len(part), samples)} of {len(part)} samples of snapshot {part.id[:12]}")
     if count := leaked(snapshot, part):
+        grouped = (snapshot.head.options or {}).get("bucket", {}).get("group")
         log(
-            f"warning: {count} of them look like a sample that is trained on, so their loss is not that of unseen "
+            f"warning: {count} of them look like a sample that is trained on"
+            f"{f', or share a group of {grouped} with one' if grouped else ''}, so their loss is not that of unseen "
             "pictures; sana-pipe bucket --set bucket.heldout=0.01 holds out a part without copies"
         )
     return part
