@@ -87,7 +87,7 @@ def run(
     cache = caches[0]
     if not dry_run:
         copies.repair_all(cache.files)
-        withdrawn.check_finished(cache)
+        takedowns = withdrawn.check_finished(cache)
     inputs = read_inputs(caches, settings, config.data, Encoders(config.vae, config.text), config.encode, table)
     _note_lacking(inputs)
     report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
@@ -101,6 +101,8 @@ def run(
     if table is not None and not dry_run:
         metadata_table.stored(caches, table)
     report["notes"] = [*notes, *joined.notes]
+    if not dry_run:
+        withdrawn.check_finished(cache, takedowns)
     report |= publish(made, inputs, dry_run, name, move)
     report["by_group"] = settings.group
     if report["snapshot"]:

@@ -433,6 +433,29 @@ def test_a_takedown_that_is_not_ended_stops_what_could_bring_its_pictures_back(c
     sana_pipe.stages.bucket.run(config)
 
 
+def test_a_snapshot_of_pictures_that_are_taken_out_meanwhile_is_not_made(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would name shards that are gone, and leave digests of the pictures in new tables."""
+    real = sana_pipe.stages.bucket.make
+
+    def make(*given: Any) -> Any:
+        result = real(*given)
+        assert sana_pipe.stages.forget.run(config, items=GO[:1]) == 0
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sana_pipe.stages.bucket, "make", make)
+        with pytest.raises(CacheError, match="taken out") as refused:
+            sana_pipe.stages.bucket.run(config, name="raced")
+    cache = Cache(config.cache)
+    assert "sana-pipe bucket" in str(refused.value.fix) and cache.snapshot_of("raced") is None
+    assert not list(takedown_check.remains(cache))
+    sana_pipe.stages.bucket.run(config, name="raced")
+    assert "00003.png" not in {item for _, item in samples(cache.open_snapshot("raced"))}
+    assert not list(takedown_check.remains(cache))
+
+
 def test_another_cache_that_still_has_the_picture_is_not_adopted(config: Config, tmp_path: Path) -> None:
     there = synthetic.config(tmp_path / "there")
     synthetic.add(there, "four", [Picture("other.png", TWIN), *synthetic.pictures(4, "four-")])
