@@ -533,7 +533,9 @@ def test_processes_share_one_mirror(place: str, tmp_path: Path) -> None:
 
 
 def content(files: Files) -> dict[str, bytes]:
-    return {e.name: files.read(e.name) for e in files.walk("") if e.name.split("/")[0] not in ("tmp", "reports")}
+    return {
+        e.name: files.read(e.name) for e in files.walk("") if e.name.split("/")[0] not in ("tmp", "reports", "rounds")
+    }
 
 
 @pytest.mark.timeout(900)
