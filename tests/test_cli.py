@@ -892,17 +892,16 @@ def test_no_path_of_the_command_line_has_a_variable_that_is_not_set(
     command: click.Command = cli
     for word in words:
         command = command.commands[word]  # type: ignore[attr-defined]
-    needed = [
-        text
-        for other in command.params
-        if other.required and other is not parameter
-        for text in ([] if isinstance(other, click.Argument) else [other.opts[0]]) + ["x"]
-    ]
+    before, behind = list[str](), list[str]()  # of an argument, what stands before it
+    for other in (each for each in command.params if each.required and each is not parameter):
+        is_option = not isinstance(other, click.Argument)
+        first = is_option or command.params.index(other) < command.params.index(parameter)
+        (before if first else behind).extend([*([other.opts[0]] if is_option else []), "x"])
     option = "" if isinstance(parameter, click.Argument) else f"{parameter.opts[0]}="
     prefix = "photos=" if parameter.metavar == "NAME=DIR" else ""
 
     def value(text: str) -> Any:
-        context = command.make_context(words[-1], [f"{option}{prefix}{text}", *needed])
+        context = command.make_context(words[-1], [*before, f"{option}{prefix}{text}", *behind])
         return context.params[str(parameter.name)]
 
     with pytest.raises(UserError, match=naming("SCRATCH")):

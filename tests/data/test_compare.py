@@ -237,7 +237,8 @@ def test_a_list_that_is_no_parquet_file_is_refused(of: Config, tmp_path: Path) -
 def test_lists_are_told_from_names(of: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     listed(of, tmp_path / "list.csv")
-    assert diff(of, "round1", "list.csv")[0] == 0
+    monkeypatch.setenv("LISTS", str(tmp_path))
+    assert diff(of, "round1", "list.csv")[0] == diff(of, "round1", "$LISTS/list.csv")[0] == 0
     with pytest.raises(UserError, match="there is no such list"):
         diff(of, "round1", "lost.csv")
     with pytest.raises(UserError, match="can only be the second"):

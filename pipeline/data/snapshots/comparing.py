@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sana_pipe.base.errors import UserError, escaped
+from sana_pipe.base.errors import UserError, escaped, expanded
 from sana_pipe.base.urls import strip_credentials
 from sana_pipe.data.cache import compare
 from sana_pipe.data.cache.cache import CacheLocation
@@ -32,8 +32,10 @@ def opened(location: CacheLocation, word: str) -> Snapshot | Path:
 
     Raises:
         CacheError: no such cache or snapshot.
-        UserError: the word names a file that is missing, a cache without a snapshot, or both a snapshot and a list.
+        UserError: the word has a variable that is not set, or names a file that is missing, a cache without a
+            snapshot, or both a snapshot and a list.
     """
+    word = expanded(word)
     cache, colon, name = word.rpartition(":")
     if colon and cache and name and "/" not in name:
         return replace(location, root=cache).open().open_snapshot(name)
