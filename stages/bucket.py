@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from sana_pipe.data.snapshots.near import Report
 from sana_pipe.data.snapshots.publishing import publish
 from sana_pipe.data.snapshots.repeating import Rules
 from sana_pipe.data.sources import reject_kinds
+from sana_pipe.data.work import claims
 from sana_pipe.data.work.progress import Progress
 from sana_pipe.tools import outputs
 from sana_pipe.tools.locations import cache_location
@@ -85,40 +86,51 @@ def run(
     if settings.heldout:
         check_snapshot_name(heldout_name)
     cache = caches[0]
-    if not dry_run:
-        copies.repair_all(cache.files)
-        takedowns = withdrawn.check_finished(cache)
-    inputs = read_inputs(caches, settings, config.data, Encoders(config.vae, config.text), config.encode, table)
-    _note_lacking(inputs)
-    report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
-    validation = config.train.validation
-    part = None if validation is None else validation.snapshot
-    made, heldout_made = make(inputs, settings, part, _comparing)
-    if show_duplicates is not None:
-        _show_duplicates(config, inputs, made, show_duplicates)
-        report["page"] = str(show_duplicates)
-    joined = made.joined
-    if table is not None and not dry_run:
-        metadata_table.stored(caches, table)
-    report["notes"] = [*notes, *joined.notes]
-    if not dry_run:
-        withdrawn.check_finished(cache, takedowns)
-    report |= publish(made, inputs, dry_run, name, move)
-    report["by_group"] = settings.group
-    if report["snapshot"]:
-        with suppress(CacheError):  # `verify` names what is damaged
-            report["notes"] += mask_notes(cache.open_snapshot(report["snapshot"]))
-    if heldout_made is not None:
-        report["heldout"] = publish(heldout_made, inputs, dry_run, heldout_name, move, latest=False)
-    if rules is not None:
-        report["like"] = {"name": like, **({} if dry_run else rules.compared(cache, report["snapshot"]))}
-    if joined.examples:
-        lists = [(scan.cache.files, reject_kinds.report(source)) for source, scan in inputs.used()]
-        report["reports"] = [files.where(path) for files, path in lists if files.exists(path)]
-    if not dry_run:
-        status.join(cache)
+    with nullcontext() if dry_run else _claimed(cache):
+        inputs = read_inputs(caches, settings, config.data, Encoders(config.vae, config.text), config.encode, table)
+        _note_lacking(inputs)
+        report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
+        validation = config.train.validation
+        part = None if validation is None else validation.snapshot
+        made, heldout_made = make(inputs, settings, part, _comparing)
+        if show_duplicates is not None:
+            _show_duplicates(config, inputs, made, show_duplicates)
+            report["page"] = str(show_duplicates)
+        joined = made.joined
+        if table is not None and not dry_run:
+            metadata_table.stored(caches, table)
+        report["notes"] = [*notes, *joined.notes]
+        report |= publish(made, inputs, dry_run, name, move)
+        report["by_group"] = settings.group
+        if report["snapshot"]:
+            with suppress(CacheError):  # `verify` names what is damaged
+                report["notes"] += mask_notes(cache.open_snapshot(report["snapshot"]))
+        if heldout_made is not None:
+            report["heldout"] = publish(heldout_made, inputs, dry_run, heldout_name, move, latest=False)
+        if rules is not None:
+            report["like"] = {"name": like, **({} if dry_run else rules.compared(cache, report["snapshot"]))}
+        if joined.examples:
+            lists = [(scan.cache.files, reject_kinds.report(source)) for source, scan in inputs.used()]
+            report["reports"] = [files.where(path) for files, path in lists if files.exists(path)]
+        if not dry_run:
+            status.join(cache)
     _print(report, as_json)
     return report["snapshot"] or ""
+
+
+@contextmanager
+def _claimed(cache: Cache) -> Iterator[None]:
+    """Keep `forget` from taking pictures out while the block runs.
+
+    Raises:
+        CacheError: it does that now, or was stopped.
+    """
+    copies.repair_all(cache.files)
+    ours = claims.Claims(cache.files)
+    ours.take("bucket", ours.token)
+    with ours.heartbeat("bucket", ours.token):
+        withdrawn.check_finished(cache)
+        yield
 
 
 def _metadata(config: Config, caches: Sequence[Cache]) -> tuple[metadata_table.MetadataTable | None, Config]:

@@ -33,7 +33,7 @@ from sana_pipe.data.cache.layout import Paths
 from sana_pipe.data.cache.shard import ShardReader
 from sana_pipe.data.cache.snapshot import Snapshot
 from sana_pipe.data.signals.text import TextEncoding
-from sana_pipe.data.snapshots import group_memory, packing, takedown, takedown_check
+from sana_pipe.data.snapshots import group_memory, packing, takedown, takedown_check, takedown_search
 from sana_pipe.tools.locations import cache_location
 from tests.support import synthetic
 from tests.support.dying import dying, forked
@@ -433,26 +433,37 @@ def test_a_takedown_that_is_not_ended_stops_what_could_bring_its_pictures_back(c
     sana_pipe.stages.bucket.run(config)
 
 
-def test_a_snapshot_of_pictures_that_are_taken_out_meanwhile_is_not_made(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("began", [False, True])
+def test_no_picture_is_taken_out_while_a_snapshot_is_made(
+    began: bool, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would name shards that are gone, and leave digests of the pictures in new tables."""
-    real = sana_pipe.stages.bucket.make
+    """Its snapshot would name shards that are gone, and leave digests of the pictures in new tables.
+
+    began: the takedown has looked at the claims once, and has written its document after `bucket` looked for one.
+    """
+    real, refused = sana_pipe.stages.bucket.make, list[str]()
 
     def make(*given: Any) -> Any:
         result = real(*given)
-        assert sana_pipe.stages.forget.run(config, items=GO[:1]) == 0
+        with monkeypatch.context() as patch:
+            if began:
+                patch.setattr(takedown, "begin", lambda cache, items, listed: (withdrawn.begin(cache, goes), goes))
+            with pytest.raises(UserError, match="another process works in this cache") as error:
+                sana_pipe.stages.forget.run(config, items=GO[:1])
+        refused.append(error.value.what)
         return result
 
+    cache = Cache(config.cache)
+    goes = takedown_search.find(cache, GO[:1], [])
     with monkeypatch.context() as patch:
         patch.setattr(sana_pipe.stages.bucket, "make", make)
-        with pytest.raises(CacheError, match="taken out") as refused:
-            sana_pipe.stages.bucket.run(config, name="raced")
-    cache = Cache(config.cache)
-    assert "sana-pipe bucket" in str(refused.value.fix) and cache.snapshot_of("raced") is None
-    assert not list(takedown_check.remains(cache))
-    sana_pipe.stages.bucket.run(config, name="raced")
-    assert "00003.png" not in {item for _, item in samples(cache.open_snapshot("raced"))}
+        sana_pipe.stages.bucket.run(config, name="raced")
+    assert len(refused) == 1 and "claims/bucket/" in refused[0]
+    assert "00003.png" in {item for _, item in samples(cache.open_snapshot("raced"))}
+    assert [each.done for each in withdrawn.takedowns(cache)] == [False] * began
+    assert not list(cache.files.walk("claims/bucket"))
+    assert sana_pipe.stages.forget.run(config, items=() if began else GO[:1], check=began) == 0
+    assert "00003.png" not in {item for _, item in samples(Cache(config.cache).open_snapshot("raced"))}
     assert not list(takedown_check.remains(cache))
 
 

@@ -99,26 +99,16 @@ def finish(cache: Cache, number: int, takedown: Takedown) -> None:
     update(cache, number, replace(takedown, items=(), texts=(), shards=(), done=True))
 
 
-def check_finished(cache: Cache, before: int | None = None) -> int:
-    """Count the takedowns. What would be made now may hold pictures of one that is not done, or that is new.
+def check_finished(cache: Cache) -> None:
+    """Raise a CacheError if a takedown is not done: what would be made now may hold its pictures.
 
-    Args:
-        before: how many there were when the caller read the scans.
-
-    Raises:
-        CacheError: one is not done, or there are more than `before`.
+    `forget` looks for claims once its document is written, so who claims something first sees the document, or `forget`
+    the claim.
     """
-    every = takedowns(cache)
-    for number, takedown in enumerate(every):
+    for number, takedown in enumerate(takedowns(cache)):
         if not takedown.done:
             name = cache.files.where(Paths.numbered(Paths.WITHDRAWN, number))
             raise CacheError(
                 f"{name}: {len(takedown.digests)} pictures are being taken out of this cache, or that was stopped",
                 fix=f"wait for it, or end it: {layout.FORGET}",
             )
-    if before is not None and len(every) > before:
-        raise CacheError(
-            f"{cache.files.where(Paths.WITHDRAWN)}: pictures were taken out of this cache while the snapshot was made",
-            fix="sana-pipe bucket",
-        )
-    return len(every)
