@@ -119,7 +119,8 @@ class _Work:
     # ------------------------------------------------------------ who else is here
 
     def check_unused(self) -> None:
-        """Refuse while another process encodes, packs, verifies or makes a snapshot here, or a run reads a snapshot that may change.
+        """Refuse while another process encodes, packs, verifies or makes a snapshot here, or a run reads a snapshot that
+        may change.
 
         Raises:
             UserError: names the process or the run.
