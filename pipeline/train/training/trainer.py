@@ -143,8 +143,8 @@ def _why_ended(context: Context, trainable: Trainable, resumed: Resumed) -> str 
 
 def _ended(step: int, why: str) -> str:
     return (
-        f"ended after step {step}: {why}. sample --best and export --best take the checkpoint with the lowest held-out "
-        "loss; --resume auto --set train.prefer.stop=null goes on"
+        f"ended after step {step}: {why}. sana-pipe export --best takes the checkpoint with the lowest held-out loss; "
+        "--resume auto --set train.prefer.stop=null goes on"
     )
 
 
