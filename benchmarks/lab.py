@@ -1,4 +1,4 @@
-"""What a lab asks of its data, in one table: the measurements `lab_*`, each in a folder that is removed after it.
+"""What a lab asks of its data, in one table: the measurements `lab_*`, each in a process of its own.
 
 `python -m benchmarks.lab [--quick] [NAME ...]`; NAME: `groups` for `benchmarks.lab_groups`, and so on; none: all.
 The figures are explained in the modules. Exit code 1: a figure is not what is wanted.
@@ -7,10 +7,11 @@ The figures are explained in the modules. Exit code 1: a figure is not what is w
 from __future__ import annotations
 
 import argparse
+import json
 import operator
-import tempfile
+import subprocess
+import sys
 import time
-from pathlib import Path
 
 from benchmarks import lab_content, lab_groups, lab_scores, lab_status, lab_takedown
 from benchmarks.report import finish, table
@@ -45,8 +46,9 @@ def main() -> int:
         if options.names and name not in options.names:
             continue
         began = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            found = module.measure(options.quick, Path(folder))
+        command = [sys.executable, "-m", module.__name__, *["--quick"] * options.quick]
+        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        found: dict[str, float] = json.loads(printed.splitlines()[-1])
         figures |= found | {f"{name}_seconds": time.perf_counter() - began}
         for figure, value in found.items():
             wanted = module.WANTED.get(figure, "")

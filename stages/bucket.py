@@ -76,17 +76,17 @@ def run(
         outputs.check(config, show_duplicates, option=duplicates_page.SHOW)
         page.check_out(show_duplicates, duplicates_page.SHOW)
     caches = open_caches(cache_location(config), config.bucket.caches, dry_run or like is not None)
-    table, config = _metadata(config, caches)
-    rules, notes = None, list[str]()
-    if like is not None:
-        rules, config, notes = _like(config, caches, like, chosen)
-        if table is None or config.bucket.metadata != table.digest:
-            table, config = _metadata(config, caches)
-    settings, heldout_name = config.bucket, f"{name or 'latest'}.heldout"
-    if settings.heldout:
-        check_snapshot_name(heldout_name)
     cache = caches[0]
     with nullcontext() if dry_run else _claimed(cache):
+        table, config = _metadata(config, caches)
+        rules, notes = None, list[str]()
+        if like is not None:
+            rules, config, notes = _like(config, caches, like, chosen)
+            if table is None or config.bucket.metadata != table.digest:
+                table, config = _metadata(config, caches)
+        settings, heldout_name = config.bucket, f"{name or 'latest'}.heldout"
+        if settings.heldout:
+            check_snapshot_name(heldout_name)
         inputs = read_inputs(caches, settings, config.data, Encoders(config.vae, config.text), config.encode, table)
         _note_lacking(inputs)
         report: dict[str, Any] = {"dry_run": dry_run, "name": name, "reports": []}
@@ -112,9 +112,9 @@ def run(
         if joined.examples:
             lists = [(scan.cache.files, reject_kinds.report(source)) for source, scan in inputs.used()]
             report["reports"] = [files.where(path) for files, path in lists if files.exists(path)]
-        if not dry_run:
-            status.join(cache)
     _print(report, as_json)
+    if not dry_run:
+        status.join(cache)
     return report["snapshot"] or ""
 
 

@@ -406,7 +406,9 @@ def test_a_launch_is_told_from_others() -> None:
     assert launch.identity({**two, "SLURM_JOB_ID": "7"}) != launch.identity({**two, "SLURM_JOB_ID": "8"})
     array = {"SLURM_ARRAY_JOB_ID": "7"}
     tasks = [launch.identity({**array, "SLURM_JOB_ID": job, "MASTER_ADDR": job}) for job in ("8", "9")]
-    assert tasks[0] == tasks[1] and (tasks[0] or ("", False))[1]
+    assert tasks[0] == tasks[1] and not (tasks[0] or ("", True))[1], "the next command of its script is called so, too"
+    step = launch.identity({**array, "SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0"})
+    assert (step or ("", False))[1]
 
 
 @pytest.fixture

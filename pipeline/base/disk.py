@@ -156,6 +156,14 @@ def free_at(folder: Path) -> int:
     return shutil.disk_usage(place).free
 
 
+def free_if_known(folder: Path) -> int | None:
+    """Return `free_at` for metrics; None if the disk does not say."""
+    try:
+        return free_at(folder)
+    except OSError:
+        return None
+
+
 # ---------------------------------------------------------------- temporary files
 
 
@@ -259,7 +267,8 @@ def share(path: Path, top: Path) -> None:
         bits = stat.S_ISGID | stat.S_IRWXG
     else:
         bits = stat.S_IRGRP | stat.S_IWGRP if status.st_nlink == 1 else 0
-    if missing := top.stat().st_mode & bits & ~status.st_mode:
+    missing = top.stat().st_mode & bits & ~status.st_mode
+    if missing and status.st_uid == os.geteuid():  # another user who made it at the same time does this
         path.chmod(stat.S_IMODE(status.st_mode) | missing)
 
 

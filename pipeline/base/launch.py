@@ -142,7 +142,8 @@ def identity(environ: Mapping[str, str] | None = None) -> tuple[str, bool] | Non
     one_node = torchrun and env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE")
     if one_node and not array:
         words.append(f"agent {os.getppid()}")
-    return " ".join(words), slurm or one_node
+    alone = slurm and (not array or "SLURM_STEP_ID" in env)  # commands of one array script have no other name
+    return " ".join(words), alone or one_node
 
 
 def chosen_share(index: int | None, count: int | None) -> tuple[int, int]:
@@ -231,7 +232,10 @@ def end_restarts(environ: Mapping[str, str] | None = None) -> None:
     env = os.environ if environ is None else environ
     left = _number(env, "TORCHELASTIC_MAX_RESTARTS", 0) - _number(env, "TORCHELASTIC_RESTART_COUNT", 0)
     if "TORCHELASTIC_RUN_ID" in env and left > 0 and env.get("LOCAL_RANK") == "0":
-        os.kill(os.getppid(), signal.SIGTERM)
+        parent = os.getppid()
+        if parent > 0:  # 0: a process of another namespace
+            with suppress(OSError):  # it has ended meanwhile
+                os.kill(parent, signal.SIGTERM)
 
 
 def _slurm(env: Mapping[str, str]) -> Launch:

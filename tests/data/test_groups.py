@@ -231,6 +231,25 @@ def test_samples_of_an_older_part_whose_artist_is_trained_on_are_counted(
     assert any(f"{shared} of them" in line and "artist" in line for line in lines)
 
 
+def test_groups_of_a_table_from_beside_are_counted_on_both_sides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no count is made up where none of one side has a value."""
+    of, names = config(tmp_path / "cache"), [f"{number}.png" for number in range(6)]
+    add(of, "one", [Picture(name, name) for name in names])
+    part = "bucket.filter=item IN ('4.png', '5.png')"
+    sana_pipe.stages.bucket.run(config(tmp_path / "cache", part), name="old")
+    table = tmp_path / "artists.jsonl"
+    options = ("bucket.group=artist", "train.validation.snapshot=old", f"bucket.metadata={table}")
+    training = ("bucket.filter=item NOT IN ('4.png', '5.png')", *options)
+    for artists, leaked in ((dict.fromkeys(names, "same"), [1]), ({"0.png": "a", "1.png": "b"}, [])):
+        rows = ({"item": item, "artist": artist} for item, artist in artists.items() if item != "5.png")
+        table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        result = report(config(tmp_path / "cache", *training), capsys)
+        assert list(result["leaked"].values()) == leaked
+        assert any("none of one side has a value" in note for note in result["notes"]) == (not leaked)
+
+
 def test_lists_join_the_groups_of_both_snapshots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """x is trained on; a picture of x and y is in the part, and so are one of y and one of z."""
     of = config(tmp_path / "cache", GROUP)

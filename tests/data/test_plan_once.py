@@ -395,16 +395,17 @@ def test_a_launch_that_has_the_name_of_an_earlier_one_is_not_compared_with_it(
     """Its document is older than the process; that of a process that was refused goes with it."""
     cache = Cache(tmp_path / "cache", create=True)
 
-    def check(value: int, unique: bool = False) -> None:
-        alike.check(cache, ("none host:29500", unique), "s", {"data.resolution": value}, "process")
+    def check(value: int, unique: bool = False, place: str = "process 1") -> None:
+        alike.check(cache, ("none host:29500", unique), "s", {"data.resolution": value}, place)
 
-    check(1)
+    check(1, place="process 0")
     with pytest.raises(UserError):
         check(2)
-    check(2)
+    check(2, place="process 0")
     [document] = (tmp_path / "cache" / "claims").iterdir()
     os.utime(document, (0, 0))
     with pytest.raises(UserError):
         check(4, unique=True)
     check(4)
-    check(4, unique=True)
+    check(4, unique=True, place="process 0")
+    check(5, unique=True)  # the next command of the process that was first

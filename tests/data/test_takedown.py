@@ -408,6 +408,12 @@ def test_another_process_that_encodes_is_named(config: Config) -> None:
     assert not withdrawn.takedowns(cache)
 
 
+def test_the_document_of_a_launch_is_no_process(config: Config) -> None:
+    document = {"launch": "SLURM_JOB_ID=7", "place": "process 0 on a", "options": {}}
+    Cache(config.cache).files.put(Paths.claim("launch-x"), json.dumps(document).encode())
+    assert sana_pipe.stages.forget.run(config, items=GO[:1]) == 0
+
+
 def test_two_takedowns_at_once_are_refused(config: Config) -> None:
     cache = Cache(config.cache)
     other = json.dumps({"owner": "x", "beat": 1, "machine": "node9 a b", "process": "7"}).encode()

@@ -86,7 +86,7 @@ def test_a_stopped_round_is_continued_and_a_complete_one_is_not(
     before = [name for name in read if name in shards]
     assert shards[0] in before and len(before) < len(shards)
     with monkeypatch.context() as patch:
-        interrupt(patch, 1)
+        interrupt(patch, 2)
         with pytest.raises(KeyboardInterrupt):
             sana_pipe.stages.verify.run(config)
     said = capsys.readouterr().out
@@ -94,12 +94,31 @@ def test_a_stopped_round_is_continued_and_a_complete_one_is_not(
     before = [name for name in read if name in shards]
     read.clear()
     result = verified(config, capsys)
-    assert not {*before} & {*read} and {*before, *read} >= {*shards}
+    assert {*before} & {*read} == {shards[0]} and {*before, *read} >= {*shards}, "what was damaged is read again"
     assert result["code"] == 4 and [finding["path"] for finding in result["findings"]] == [shards[0]]
     assert result["verified"] == result["total"] and result["share"] == 1.0
     assert result["read"]["files"] < result["verified"]["files"]
     read.clear()
     assert verified(config, capsys)["read"] == result["verified"] and {*read} >= {*shards}, "a new round reads all"
+
+
+def test_what_was_put_right_since_a_stopped_round_is_not_told_again(
+    cache: Cache, config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = cache.files.path(shards_of(cache)[0])
+    intact = shard.read_bytes()
+    for put_right in (lambda: shard.write_bytes(intact), lambda: sana_pipe.stages.verify.run(config, repair=True)):
+        flip(shard, len(intact) // 2)
+        with monkeypatch.context() as patch:
+            interrupt(patch, 5)
+            with pytest.raises(KeyboardInterrupt):
+                sana_pipe.stages.verify.run(config)
+        assert shard.name in capsys.readouterr().out
+        shard.chmod(0o644)
+        put_right()
+        shard.write_bytes(intact)  # a repair needs the pictures
+        result = verified(config, capsys)
+        assert (result["code"], result["findings"], result["ok"]) == (0, [], True)
 
 
 def test_an_old_round_is_not_continued(
@@ -280,9 +299,12 @@ def test_rounds_of_other_scopes_are_apart(cache: Cache) -> None:
         first.number + 1,
         first.number + 2,
     ]
-    assert join(cache.files, Scope(), 3, 8).number == first.number, "another number of shares continues it, too"
-    first.end(0, 1)
-    assert join(cache.files, Scope(), 0, 1).number == first.number + 3
+    assert join(cache.files, Scope(sample=0.5), 3, 8).number == first.number + 3, "what was repaired is not known to it"
+    again = join(cache.files, Scope(), 0, 1)
+    assert again.number == first.number + 4
+    assert join(cache.files, Scope(), 3, 8).number == again.number, "another number of shares continues it, too"
+    again.end(0, 1)
+    assert join(cache.files, Scope(), 0, 1).number == first.number + 5
     assert rounds.LATE_S < rounds.ROUND_S
 
 

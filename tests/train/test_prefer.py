@@ -238,10 +238,10 @@ def test_a_run_that_begins_from_another_keeps_its_reference(tmp_path: Path, part
 def test_a_run_is_resumed_with_the_reference_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path / "pairs", 2, **WHOLE)
     run(tmp_path / "flow", 2, **WHOLE, prefer=None)
-    with pytest.raises(CheckpointError, match="its run began without"):
+    with pytest.raises(CheckpointError, match="holds no reference"):
         run(tmp_path / "flow", 4, **WHOLE)
     run(tmp_path / "second", 2, origin=tmp_path / "flow", phase=1, **WHOLE, prefer=None)
-    with pytest.raises(CheckpointError, match="its run began without"):
+    with pytest.raises(CheckpointError, match="holds no reference"):
         run(tmp_path / "second", 4, phase=1, **WHOLE)
     monkeypatch.setattr(build, "start_values", lambda weights, seed, spec: spec.initial(7))
     with pytest.raises(CheckpointError, match="another base"):
@@ -397,6 +397,8 @@ def test_a_validation_that_is_not_finite_ends_no_run_and_is_no_accuracy() -> Non
     assert objective.why_end([finite, validation(None, None, None)]) is None
     assert objective.why_end([without, finite]) is None
     assert objective.why_end([finite, without, without]) is not None
+    other = {"flow": 0.5, "preserve": 0.1}
+    assert objective.why_end([other]) is None and objective.why_end([other, finite]) is None
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ FAMILIES = {
     "lr": Family("learning_rate", "gauge", "Learning rate.", live=True),
     "mfu": Family("mfu_ratio", "gauge", "Model FLOPs per second over the devices' peak.", live=True),
     "checkpoint_at": Family("checkpoint_timestamp_seconds", "gauge", "When the last checkpoint was complete."),
-    "free_bytes": Family("free_bytes", "gauge", "Free bytes of the disk of the run, or of the cache or its mirror."),
+    "free_bytes": Family(
+        "free_bytes", "gauge", "Free bytes of the disk of the run, or of the cache or its mirror.", live=True
+    ),
 }
 """Families by the name in a row. `per_s` stands for `images_per_s` and `captions_per_s`; `rejects` holds counts by
 reason."""

@@ -105,7 +105,7 @@ class ListedFiles(Files):
         self.damage, self.readers = {}, WeakSet()
         self._kept: Entries = {}
         self._joined: Entries | None = None
-        with suppress(OSError):  # nothing is kept yet
+        with suppress(OSError, CacheError):  # nothing is kept yet
             self._kept = unpacked(_local(self).read_bytes())
         self.entries: Entries = {name: entry for name, entry in self._kept.items() if name == Paths.LISTED}
 
@@ -191,5 +191,7 @@ def unpacked(data: bytes) -> Entries:
     digest, body = data[:32], data[32:]
     if not body or layout.content_digest(body).encode() != digest:
         return {}
-    rows = from_ipc(zlib.decompress(body), Paths.LISTED).to_pylist()
-    return {row["name"]: (row["mark"], row["data"]) for row in rows}
+    table = from_ipc(zlib.decompress(body), Paths.LISTED)
+    if table.column_names != ["name", "mark", "data"]:
+        return {}
+    return {row["name"]: (row["mark"], row["data"]) for row in table.to_pylist()}

@@ -7,9 +7,11 @@ Price: every document is read, one request after the other.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from sana_pipe.base.errors import CacheError
 from sana_pipe.data.cache import index
 from sana_pipe.data.cache.cache import FORGOTTEN, Cache
 from sana_pipe.data.cache.findings import fix_of_snapshot, named_snapshots, skip_damaged
@@ -38,12 +40,14 @@ class Reference:
 def references(cache: Cache) -> Iterator[Reference]:
     """The references of every document: of snapshots without a name, of the other snapshots, then of the rest. Scans
     and prompt sets from before they were forgotten have none."""
-    named, scanned = named_snapshots(cache), set(cache.sources())
+    named, sources = named_snapshots(cache), set(cache.sources())
     heads = filter(is_document, (f"snapshots/{name}" for name in cache.files.names("snapshots")))
     for pointing, name in sorted((named.get(PurePosixPath(name).stem, ""), name) for name in heads):
         yield Reference(name, _scans_of_head(cache, name), stored=0)  # only reports read them
-        # without a source, as in a cache that `pull` filled, nothing can be joined with it
-        yield Reference(name, _metadata_of_head(cache, name), fix=METADATA, stored=2 if scanned else 0)
+        # of sources of another cache, as after `pull`, nothing can be joined with it
+        yield Reference(
+            name, _metadata_of_head(cache, name), fix=METADATA, stored=2 if _has_source(cache, name, sources) else 0
+        )
         fix = fix_of_snapshot(cache, PurePosixPath(name).stem, pointing or None)
         yield Reference(name, _files_of_head(cache, name), fix=fix)
     for source in cache.sources():
@@ -84,6 +88,13 @@ def _scans_of_head(cache: Cache, name: str) -> Iterator[str]:
 def _metadata_of_head(cache: Cache, name: str) -> Iterator[str]:
     table = Head.read(cache.files, PurePosixPath(name).stem).metadata
     yield from () if table is None else (Paths.table(table, "parquet"),)
+
+
+def _has_source(cache: Cache, name: str, sources: set[str]) -> bool:
+    """Return whether a snapshot is of sources of this cache; False if its head is damaged, which is found elsewhere."""
+    with suppress(CacheError):
+        return bool(Head.read(cache.files, PurePosixPath(name).stem).sources.keys() & sources)
+    return False
 
 
 def _files_of_head(cache: Cache, name: str) -> Iterator[str]:

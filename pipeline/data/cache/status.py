@@ -46,9 +46,9 @@ def status(cache: Cache, now: float | None = None) -> dict[str, Any]:
 def join(cache: Cache) -> None:
     """Publish what `status` reads as one object, if the cache is in an object store and no plan is being worked on: the
     first `status` of any machine then needs few requests. Commands that change a cache end with it."""
-    view = listed(cache)
-    if isinstance(view.files, ListedFiles):
-        with suppress(CacheError):  # `status` names what is damaged
+    with suppress(CacheError):  # the command has done its work; `status` names what is damaged
+        view = listed(cache)
+        if isinstance(view.files, ListedFiles):
             names = [*encoding_names(view), *packs(view)]
             plans = ((name, number) for name in names for number in view.files.numbers(Paths.plans(name)))
             if all(view.files.exists(Paths.segment(*plan)) for plan in plans):

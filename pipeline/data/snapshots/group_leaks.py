@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 
 from sana_pipe.data.cache.arrow import batches
-from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.keys import sample_ids
 from sana_pipe.data.cache.snapshot import Snapshot
 from sana_pipe.data.snapshots import filters, groups
@@ -22,23 +21,21 @@ from sana_pipe.data.snapshots.near import Forest
 
 
 def sharing(
-    trained: np.ndarray, scans: Mapping[str, pa.Table], cache: Cache, part: Snapshot, column: str
-) -> np.ndarray:
-    """Find the samples of `part` whose group has a sample of the training, (n,) bool in the order of rows.
+    trained: np.ndarray, scans: Mapping[str, pa.Table], theirs: Mapping[str, pa.Table], part: Snapshot, column: str
+) -> np.ndarray | None:
+    """Find the samples of `part` whose group has a sample of the training, (n,) bool in the order of rows; None: the
+    samples of one of the two have no value.
 
     Args:
         trained: (k,) uint64, ids of the pictures that are trained on.
-        scans: by source, those of the training.
-        cache: the cache of `part`.
+        scans, theirs: by source, those of the training and of `part`, with the metadata of `bucket.metadata`.
         column: of `bucket.group`.
-
-    Raises:
-        CacheError: a scan of `part` is lost.
     """
     rows = np.concatenate([_ids(table) for table in part.name_tables()])
-    theirs = {source: cache.table(table) for source, table in part.head.sources.items()}
     _, values, pairs = _values(scans, trained, column)
     ids, others, more = _values(theirs, rows, column)
+    if not len(values) or not len(others):
+        return None
     nodes = np.concatenate([values, others, *pairs.T, *more.T])
     names, number = np.unique(nodes, return_inverse=True)
     ours, held_out, *ends = np.split(number, np.cumsum([len(values), len(others), *[len(pairs)] * 2, len(more)]))

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from sana_pipe.base.config import setting
-from sana_pipe.base.errors import CacheError
+from sana_pipe.base.errors import CacheError, UserError
 from sana_pipe.data.cache.arrow import batches
 from sana_pipe.data.cache.snapshot import Snapshot
 from sana_pipe.data.cache.snapshot_head import HeldOut, Policies
@@ -95,6 +95,7 @@ class _Maker:
             scans[source] = without_policy(table) if settings.resolutions else table
         if self.inputs.metadata is not None:
             scans, joined.metadata = metadata_table.joined(joined.scratch, scans, self.inputs.metadata)
+        self.scans = scans
         items = {source: usable(joined, table) for source, table in scans.items()}
         common = Filter(settings.filter, "bucket.filter") if settings.filter else None
         by_source = {
@@ -298,13 +299,18 @@ class _Maker:
         column, inputs = self.settings.group, self.inputs
         if column is None:
             return None
-        scans = {source: scan.cache.table(scan.table) for source, scan in inputs.used()}
+        not_counted = f"samples of {named} in a group of these were not counted"
         try:
-            found = group_leaks.sharing(np.unique(frame.picture_id), scans, inputs.caches[0], part, column)
-        except CacheError as error:
-            self.joined.notes.append(f"samples of {named} in a group of these were not counted: {error.line}")
+            theirs = {source: inputs.caches[0].table(table) for source, table in part.head.sources.items()}
+            if inputs.metadata is not None:
+                theirs, _ = metadata_table.joined(self.joined.scratch, theirs, inputs.metadata)
+        except UserError as error:
+            self.joined.notes.append(f"{not_counted}: {error.line}")
             return None
-        if found.any():
+        found = group_leaks.sharing(np.unique(frame.picture_id), self.scans, theirs, part, column)
+        if found is None:
+            self.joined.notes.append(f"{not_counted}: none of one side has a value of {column}")
+        elif found.any():
             self.joined.notes.append(f"{int(found.sum())} samples of {named} share a group of {column} with these")
         return found
 

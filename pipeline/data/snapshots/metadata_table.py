@@ -378,6 +378,8 @@ class _Join:
         expected += f" such as {digests[0]}" if digests else ""
         if key not in fields:
             found = f"the columns {', '.join(map(escaped, fields))}" if fields else "no rows"
+            if len(fields) == 1 and re.search("[,;\t|]", fields[0]):
+                found += ": a line has more or fewer cells than the first"
             return UserError(f"{option} has no column {key!r}", expected=expected, found=found, fix=fix)
         keys = self._counted("keyed", "true")["examples"]
         what = f"{option}: its column {key!r} names no picture"

@@ -119,15 +119,15 @@ class _Work:
     # ------------------------------------------------------------ who else is here
 
     def check_unused(self) -> None:
-        """Refuse while another process encodes, packs, verifies or makes a snapshot here, or a run reads a snapshot that
-        may change.
+        """Refuse while another process encodes, packs, verifies or makes a snapshot here, or a run reads a snapshot
+        that may change.
 
         Raises:
             UserError: names the process or the run.
         """
         now = self.cache.files.now()
         for entry in self.cache.files.walk("claims"):
-            ours = entry.name == Paths.claim(CLAIM) or entry.name.startswith(f"claims/{TRAINED}")
+            ours = entry.name == Paths.claim(CLAIM) or entry.name.startswith((f"claims/{TRAINED}", "claims/launch-"))
             if not ours and now - entry.modified < CLAIM_S:
                 fields = _claim(self.cache, entry.name)
                 if fields is not None and not process_identity.has_ended(fields):

@@ -13,7 +13,7 @@ import posixpath
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -253,27 +253,25 @@ class ParquetSource(FilesSource):
             if reasons:
                 yield Reject(position, "; ".join(f"its {escaped(f)!r} {reason}" for f, reason in reasons.items()))
                 continue
-            other = {one: _value(every[row]) for one, every in controls_and_masks.items()}
-            key = self._key(name, position, {column: picture, **values}, [picture, *other.values()], taken)
+            key = self._key(name, position, values, picture, taken)
             if isinstance(key, Reject):
                 yield key
             else:
                 at = Place(key, name, f"{group}:{row}")
                 item = self._item(at, values, picture)
                 if isinstance(item, Item) and controls_and_masks:
+                    other = {one: _value(every[row]) for one, every in controls_and_masks.items()}
                     item = self._in_order(self._with_pictures(item, at, other), values, column)
                 if isinstance(item, Reject) and self.key_field is None:
                     item = Reject(position, item.reason)
                 yield item
 
-    def _key(
-        self, name: str, position: str, values: dict[str, Any], pictures: Sequence[Any], taken: Counter[str]
-    ) -> str | Reject:
+    def _key(self, name: str, position: str, values: dict[str, Any], picture: Any, taken: Counter[str]) -> str | Reject:
         """The name of a row; a reject if `data.key_field` has none.
 
         Args:
             position: the name of a row that is rejected.
-            values: of the columns. pictures: of the columns of the picture and of its control picture, mask, ...
+            values: of the columns other than the picture.
             taken: as for `_rows_of_group`.
         """
         # Rows A, B, A of train.parquet, by their pictures' digests: train.parquet/a..., train.parquet/b...,
@@ -285,10 +283,10 @@ class ParquetSource(FilesSource):
                 found = "is empty" if value in (None, "") else f"is {shown(str(value))}, not text or a whole number"
                 return Reject(position, f"its {escaped(self.key_field)!r} {found} (data.key_field)")
             return str(value)
-        names = [content_digest(data) if data is not None else file for data, file in map(_bytes_and_name, pictures)]
-        if names[0] is None:
+        data, file = _bytes_and_name(picture)
+        if data is None and file is None:
             return position
-        key = f"{name}/{'+'.join(each for each in names if each is not None)}"
+        key = f"{name}/{content_digest(data) if data is not None else file}"
         taken[key] += 1
         return key if taken[key] == 1 else f"{key}-{taken[key]}"
 
@@ -333,9 +331,14 @@ class ParquetSource(FilesSource):
         column = self._layout(name).column
         schema = pa.schema([f for f in table.schema_arrow if f.name != column and not _has_bytes(f.type)])
         columns = _columns_of(schema)
-        if self.key_field is not None and self.key_field not in (column, *columns):
+        if self.key_field is not None and self.key_field not in columns:
             raise no_column(
-                self.filesystem, name, repr(self.key_field), columns, "--set data.key_field=COLUMN", "data.key_field"
+                self.filesystem,
+                name,
+                repr(self.key_field),
+                columns,
+                "--set data.key_field=COLUMN",
+                "text or whole numbers, each once",
             )
         if self.rule.lacks_captions(columns):
             check_caption_columns(self.filesystem, name, self.rule, columns, column, others=self._columns_next_to(name))

@@ -154,6 +154,7 @@ class StoredRound(Round):
         intact, damaged = self._names(part)
         if result == Result(*size):
             self.files.put(intact, b"")
+            self.files.remove(damaged)  # of an earlier command: the file was put right since
         elif not self.files.put(damaged, layout.seal(result.body())) and self.result(part, size) is None:
             self.files.replace(damaged, layout.seal(result.body()))
 
@@ -183,6 +184,8 @@ def join(files: Files, scope: Scope, task: int, tasks: int) -> StoredRound:
     while True:
         heads = {number: _body(files, _head(number)) for number in numbers_of(files.names(Paths.ROUNDS))}
         for number, head in sorted(heads.items(), reverse=True):
+            if head is not None and head["scope"]["repair"] and not scope.repair:
+                break  # an earlier round does not know what was repaired
             if head is not None and head["scope"] == vars(scope):
                 if _is_open(files, number, head, now, task, tasks):
                     return StoredRound(files, number, head, ours=False)

@@ -99,6 +99,7 @@ class Verification:
         self.error: UserError | None = None
         self._replaced: Replaced = {}
         self._earlier = set[str]()  # parts with a result when this process began
+        self._stale = set[str]()  # of these the ones of a round that was stopped, until this process verifies them
         self._new = 0  # bytes verified since, by any process
         self._todo: int | None = None  # bytes to be verified since; None: not known yet
 
@@ -126,6 +127,7 @@ class Verification:
             if done is None or part.id in done:
                 self._earlier.add(part.id)
                 self.totals.before.add(_files(part), part.bytes)
+        self._stale = set() if done is None else set(self._earlier)
         self._todo = self._new + sum(part.bytes for part in chosen) - self.totals.before.bytes
         if self._earlier and self.round.begun is not None:
             begun = datetime.fromtimestamp(self.round.begun, UTC)
@@ -194,6 +196,7 @@ class Verification:
     def made(self, part: Part, result: Result) -> None:
         """Publish a result of this process. Repairs that lack a source or a model are tried again by the next one."""
         self.totals.read.add(result.files, result.bytes)
+        self._stale.discard(part.id)
         self._count(part, result)
         if self.error is None:
             self.round.publish(part.id, Result() if part == DOCUMENTS else result, (_files(part), part.bytes))
@@ -203,6 +206,8 @@ class Verification:
         if part == DOCUMENTS:
             return False
         if (result := self.round.result(part.id, (_files(part), part.bytes))) is None:
+            return False
+        if result.findings and part.id in self._stale:  # may have been put right since
             return False
         self.report.add(result.findings)
         for path, outcome in result.outcomes.items():

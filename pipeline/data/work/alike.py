@@ -36,10 +36,13 @@ def check(cache: Cache, launch: tuple[str, bool], work: str, options: Mapping[st
     if files.put(document, data):
         return
     entry = files.store.stat(document)
-    if entry is None or (not unique and files.now() - entry.modified > age_s() + SLACK_S):
-        files.replace(document, data)  # of an earlier launch
+    first = None if entry is None else json.loads(files.read(document))
+    is_old = entry is not None and not unique and files.now() - entry.modified > age_s() + SLACK_S
+    if (
+        first is None or is_old or first["place"] == place
+    ):  # of an earlier launch, or an earlier command of this process
+        files.replace(document, data)
         return
-    first = json.loads(files.read(document))
     theirs, ours = ({name: json.dumps(value) for name, value in each.items()} for each in (first["options"], options))
     for option in sorted(theirs.keys() | ours.keys()):
         if theirs.get(option) != ours.get(option):

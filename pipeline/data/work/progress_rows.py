@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sana_pipe.base.disk import free_at, make_folder
+from sana_pipe.base.disk import free_if_known, make_folder
 from sana_pipe.base.metrics.rows import Rows
 from sana_pipe.base.metrics.textfile import Textfile, store_counts
 from sana_pipe.base.processes import beating
@@ -118,7 +118,7 @@ class ProgressRows:
             "data_wait_s": counts.shown["data_wait_s"],
             **{name: count + counts.shown[name] for name, count in store_counts().items()},
             "seconds": now - self._began,
-            "free_bytes": free_at(self._folder),
+            "free_bytes": free_if_known(self._folder),
         }
 
     def _opened(self) -> Rows | None:

@@ -43,7 +43,7 @@ def check_base(folder: Path, trained: str | None, base: str | None) -> None:
 def lacks_base(folder: Path) -> CheckpointError:
     """Say that a run has compared itself with no base (`train.prefer`) up to this checkpoint."""
     return CheckpointError(
-        f"{folder}: its run began without train.prefer, so it does not say which weights are the reference",
+        f"{folder}: holds no reference: its run began, or went on for a part, without train.prefer",
         expected="a run that began with train.prefer",
         fix=f"begin a new run, whose reference is this checkpoint: {beginning(folder)} in place of --resume",
     )

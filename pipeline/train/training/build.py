@@ -101,7 +101,8 @@ def build(context: Context, mesh: DeviceMesh, trainable: Trainable, resumed: Res
 
     names = context.task.names
     made = assemble(trainable, module, mesh, train, device, reference=reference, placed=place, names=names)
-    run = TrainingRun(context, trainable, *made, base=base)
+    kept = resumed.document.base if resumed is not None and not resumed.begins else None
+    run = TrainingRun(context, trainable, *made, base=base or kept)
     if resumed is not None:
         run = _restore(run, resumed)
     if train.optim.in_backward:

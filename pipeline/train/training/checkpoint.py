@@ -3,8 +3,8 @@
 `Saver` writes `step-00000500.TOKEN.tmp`, then `checkpoint.json` in it with the xxh3-128 of every file, then
 renames the folder: DCP alone cannot tell a finished checkpoint from one that a kill left nearly right. Only tensors are
 stored, fp32 (bf16 for `bf16_pure`), as `model.PARAMETER`, `optim.state.PARAMETER.MOMENT`, `ema.PARAMETER`,
-`loss_scale.NUMBER`, `reference.PARAMETER`; settings come from the configuration that resumes, learning rate and seeds
-from the step.
+`loss_scale.NUMBER`, and in the computation's dtype `reference.PARAMETER`; settings come from the configuration that
+resumes, learning rate and seeds from the step.
 Price: a copy in host memory; files are read back once; all processes see one file system.
 """
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from sana_pipe.base import retrying, software
-from sana_pipe.base.disk import free_at, replacing
+from sana_pipe.base.disk import free_if_known, replacing
 from sana_pipe.base.errors import UserError, printed_first, writing
 from sana_pipe.base.launch import Launch, set_tf32
 from sana_pipe.base.metrics.textfile import Textfile
@@ -108,9 +108,10 @@ def fit(
                 f"{done} steps are done, and train.steps is {train.steps}; still to do after the last step: "
                 f"{', '.join(lacking)}"
             )
-        if resumed is not None and (why := broadcast_from_rank_0(lambda: _why_ended(context, trainable, resumed))):
-            log(_ended(resumed.done, why))
-            return Report(resumed.done, resumed.folder, None, None)
+        under_way = resumed if resumed and not resumed.begins and resumed.done < train.steps else None
+        if under_way and (why := broadcast_from_rank_0(lambda: _why_ended(context, trainable, under_way))):
+            log(_ended(under_way.done, why))
+            return Report(under_way.done, under_way.folder, None, None)
         broadcast_from_rank_0(task.accepted)
         run = build(context, mesh, trainable, resumed)
         for line in optimizers.advice(train.optim, train.steps):
@@ -218,6 +219,7 @@ class Loop:
         self.loss: float | None = None
         self.validation, self.drawings = Validation(run, journal, stop, lock), Drawings(run, journal, stop, lock)
         self.interrupted = False
+        self.row: dict[str, object] | None = None
 
     def execute(self) -> Report:
         steps = self.train.steps
@@ -261,6 +263,7 @@ class Loop:
                     self._save(state)
                 self.saver.wait()  # its message comes before the error
                 feed.raise_failure()
+            self._export_last()
         return self._report(stopped=self.step.stop_wanted or self.interrupted or feed.broken)
 
     def step_once(self, batches: list[Batch], step: int) -> Outcome:
@@ -299,11 +302,18 @@ class Loop:
             "text_rows": batches[0].mask.shape[1],
             "seconds": time.perf_counter() - self.began,
             "checkpoint_at": self.saver.saved_at,
-            "free_bytes": free_at(self.context.folder),
+            "free_bytes": free_if_known(self.context.folder),
         }
         if self.step.scale.dynamic:
             values |= {"loss_scale": self.step.scale.value, "skipped_steps": self.step.scale.skipped}
-        export(self.textfile, self.throughput.of_process, self.journal.row(self.train.steps, values))
+        self.row = self.journal.row(self.train.steps, values)
+        export(self.textfile, self.throughput.of_process, self.row)
+
+    def _export_last(self) -> None:
+        """Write the textfile once more, with the time of the last checkpoint, which comes after the last row."""
+        if self.row is not None:
+            self.saver.wait()
+            export(self.textfile, self.throughput.of_process, {**self.row, "checkpoint_at": self.saver.saved_at})
 
     def _look(self, state: LoaderState | None) -> None:
         """Validate and draw if it is due. The steps before an error are saved."""

@@ -83,7 +83,7 @@ class Validation:
                 **({"leaked": leaked} if (leaked := self.run.context.task.leaked) else {}),
             }
             self.journal.validation(self.run.context.train.steps, values)
-        if self.run.trainable.objective.may_end:
+        if self.run.trainable.objective.may_end and step:
             self.ended = broadcast_from_rank_0(self._why_end)
         return True
 

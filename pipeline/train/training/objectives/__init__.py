@@ -29,7 +29,7 @@ class Objective(ABC):
         parts: weight of each loss in the sum that is differentiated, by name.
         pictures: kinds of picture records that `Batch.pictures` is to have, in addition to the latents.
         taps: numbers of the blocks whose outputs `losses` is given.
-        asks_base: some batches ask the base, too (`Microbatch.reference`).
+        asks_base: every batch asks the base, too (`Microbatch.reference`), so a whole model needs a copy of it.
         contrast: what a validation calls the loss of the batches of `contrasted`; None: it measures none.
         may_end: `why_end` is asked after each validation.
     """

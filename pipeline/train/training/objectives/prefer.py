@@ -88,6 +88,10 @@ class Preferring(Flow):
         Example: accuracies 0.5, 0.9, 0.8, 0.9, 0.8, 0.7 with losses 0.6, 0.4, 0.5, 0.3, 0.4, 0.4 end a run at the last
         one, the second in a row below 0.9 and above 0.3.
         """
+        needed = {"prefer", "anchor", "accuracy", "chosen", "chosen_reference"}
+        validations = [each for each in validations if needed <= each.keys()]  # others are of another objective
+        if not validations:
+            return None
         loss, reference = (validations[-1][name] for name in ("chosen", "chosen_reference"))
         if self.stop is None or loss is None or reference is None:
             return None
