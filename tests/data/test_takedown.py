@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import os
@@ -406,6 +407,18 @@ def test_another_process_that_encodes_is_named(config: Config) -> None:
     with pytest.raises(UserError, match=naming("node9", "7")):
         sana_pipe.stages.forget.run(config, items=GO[:1])
     assert not withdrawn.takedowns(cache)
+
+
+def test_a_report_that_quotes_a_name_goes(tmp_path: Path) -> None:
+    name, of = 'the "best" one.png', synthetic.config(tmp_path / "cache")
+    cache = synthetic.add(of, "one", [Picture(name, "quoted"), Picture("other.png", "other")])
+    sana_pipe.stages.bucket.run(of)
+    report = cache.files.reports / "duplicates-near.csv"
+    report.parent.mkdir(exist_ok=True)
+    with report.open("w", newline="") as sheet:
+        csv.writer(sheet).writerows([["group", "picture"], [1, f"one: {name}"]])
+    assert sana_pipe.stages.forget.run(of, items=[name]) == 0
+    assert not report.exists()
 
 
 def test_the_document_of_a_launch_is_no_process(config: Config) -> None:

@@ -326,6 +326,7 @@ class _Work:
 
     def _is_named_in(self, data: bytes) -> bool:
         words = [item for _, item in self.takedown.items] + list(self.takedown.texts)
+        words += [word.replace('"', '""') for word in words if '"' in word]  # as a CSV writes it
         return any(word.encode("utf-8", "surrogatepass") in data for word in words)
 
 
