@@ -7,8 +7,10 @@ import re
 import shlex
 import time
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -25,6 +27,7 @@ from sana_pipe.base.yaml_text import as_yaml, from_yaml
 from sana_pipe.config import Config, dump, find, load, load_given, option_fields, shipped
 from sana_pipe.train.training.config import OptimConfig
 from sana_pipe.train.training.objectives.control import Controlled
+from sana_pipe.train.training.objectives.prefer import Preferring
 from tests.support.messages import naming
 from tests.support.parameters import first_quick
 
@@ -524,6 +527,22 @@ def test_every_shipped_configuration_trains(
             sana_pipe.stages.train.run(load(name, [*overrides, *run]), log=lambda line: None)
         assert not (tmp_path / "run").exists()
         monkeypatch.setattr(Controlled, "pictures", ("latent",))  # the picture is its own control
+    if name.endswith("_prefer"):
+        run.append("train.prefer.stop=null")  # it looks at held-out pairs
+        with pytest.raises(ConfigError, match="has no rejected records"):
+            sana_pipe.stages.train.run(load(name, [*overrides, *run]), log=lambda line: None)
+        assert not (tmp_path / "run").exists()
+        begin, prepare = Preferring.__init__, Preferring.prepare
+
+        def without_records(self: Preferring, *given: Any) -> None:
+            begin(self, *given)
+            self.pictures = ()
+
+        def prepared(self: Preferring, batch: Any, *given: Any) -> Any:  # the picture is its own rejected picture
+            return prepare(self, replace(batch, pictures={"rejected": batch.latents}), *given)
+
+        monkeypatch.setattr(Preferring, "__init__", without_records)
+        monkeypatch.setattr(Preferring, "prepare", prepared)
     config = load(name, [*overrides, *run])
     report = sana_pipe.stages.train.run(config, log=lambda line: None)
     assert report.step == 1

@@ -29,6 +29,7 @@ import sana_pipe.stages.encode
 from sana_pipe.base.errors import UserError
 from sana_pipe.config import load
 from sana_pipe.data.cache.cache import Cache
+from sana_pipe.data.cache.layout import content_digest
 from sana_pipe.data.encoders.frozen import from_bits
 from sana_pipe.stages import init
 from tests.support.messages import naming
@@ -185,12 +186,16 @@ def several_captions(folder: Folder) -> Truth:
     return {name: Trained({sentence(number): 0.5, f"tags, of, {number}": 0.5}) for number, name in enumerate(names)}
 
 
+def row_name(number: int) -> str:
+    return f"train.parquet/{content_digest(data_of(number))}"
+
+
 def lists_in_parquet(folder: Folder) -> Truth:
     pictures = [{"bytes": data_of(number), "path": f"{number}.png"} for number in folder.numbers]
     texts = [[sentence(number), f"it is number {number}."] for number in folder.numbers]
     folder.root.mkdir()
     pq.write_table(pa.table({"image": pictures, "captions": texts}), folder.root / "train.parquet")
-    return {f"train.parquet/{number:09d}": Trained(dict.fromkeys(texts[number], 0.5)) for number in folder.numbers}
+    return {row_name(number): Trained(dict.fromkeys(texts[number], 0.5)) for number in folder.numbers}
 
 
 def masks_in_parquet(folder: Folder) -> Truth:
@@ -201,7 +206,7 @@ def masks_in_parquet(folder: Folder) -> Truth:
     folder.root.mkdir()
     captions = [sentence(number) for number in folder.numbers]
     pq.write_table(pa.table({**columns, "text": captions}), folder.root / "train.parquet")
-    return said([f"train.parquet/{number:09d}" for number in folder.numbers])
+    return said([row_name(number) for number in folder.numbers])
 
 
 def table(file: str, row: Callable[[int], str], head: str = "", picture: str = "{}.png") -> Callable[[Folder], Truth]:
