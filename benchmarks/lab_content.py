@@ -11,13 +11,12 @@ with the other snapshot.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
 import os
 import shutil
-import tempfile
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,7 +25,7 @@ import sana_pipe.stages.bucket
 import sana_pipe.stages.encode
 import sana_pipe.stages.snapshots
 from benchmarks import large_cache
-from benchmarks.report import finish, table
+from benchmarks.report import part_of_lab
 from sana_pipe.base.processes import run_and_exit
 from sana_pipe.config import Config, load
 from sana_pipe.data.cache import layout
@@ -89,18 +88,5 @@ def _machines(folder: Path) -> dict[str, float]:
     return {"content_ids": float(len(contents)), "content_differences": float(differences)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the samples")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        figures = measure(options.quick, Path(folder))
-    table(
-        ("figure", "value", "wanted"),
-        [(name, f"{value:,.1f}", WANTED.get(name, "")) for name, value in figures.items()],
-    )
-    finish(figures)
-
-
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_and_exit(partial(part_of_lab, __doc__, measure, WANTED))

@@ -9,16 +9,15 @@ memory of `bucket` without groups.
 
 from __future__ import annotations
 
-import argparse
 import json
-import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from benchmarks import large_cache
-from benchmarks.report import finish
+from benchmarks.report import part_of_lab
 from sana_pipe.base.processes import run_and_exit
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.keys import binary, fixed
@@ -81,16 +80,5 @@ def leaks(cache: Cache) -> int:
     return len(sides[0] & sides[1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the pictures")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        figures = measure(options.quick, Path(folder))
-    for name, wanted in WANTED.items():
-        print(f"{name}: {figures[name]:,.0f} (wanted {wanted})")
-    finish(figures)
-
-
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_and_exit(partial(part_of_lab, __doc__, measure, WANTED))

@@ -9,8 +9,7 @@ largest private memory (`large_cache.cost`; mapped files do not count); scores_c
 
 from __future__ import annotations
 
-import argparse
-import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks import large_cache
-from benchmarks.report import finish
+from benchmarks.report import part_of_lab
 from sana_pipe.base.processes import run_and_exit
 from sana_pipe.data.cache.cache import Cache
 
@@ -64,16 +63,5 @@ def wrong(cache: Cache, scores: np.ndarray) -> int:
     return int(np.count_nonzero(wanted != found))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the pictures")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        figures = measure(options.quick, Path(folder))
-    for name, wanted in WANTED.items():
-        print(f"{name}: {figures[name]:,.1f} (wanted {wanted})")
-    finish(figures)
-
-
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_and_exit(partial(part_of_lab, __doc__, measure, WANTED))

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
 import fsspec
 
 from benchmarks import large_cache, s3_listing
-from benchmarks.report import finish, table
+from benchmarks.report import part_of_lab
 from sana_pipe.base.processes import run_and_exit
 from sana_pipe.data.cache.cache import Cache
 from sana_pipe.data.cache.config import MirrorConfig
@@ -60,12 +59,5 @@ def measure(quick: bool, folder: Path) -> dict[str, float]:
     return figures
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        figures = measure("--quick" in sys.argv[1:], Path(folder))
-    table(("figure", "value"), list(figures.items()))
-    return finish(figures)
-
-
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_and_exit(partial(part_of_lab, __doc__, measure, WANTED))

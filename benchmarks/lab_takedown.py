@@ -9,16 +9,15 @@ others, or that are gone. takedown_kills: kills, each at another write. takedown
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import io
 import os
 import signal
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ import sana_pipe.stages.bucket
 import sana_pipe.stages.encode
 import sana_pipe.stages.forget
 import sana_pipe.stages.pack
-from benchmarks.report import finish, table
+from benchmarks.report import part_of_lab
 from sana_pipe.base.processes import run_and_exit
 from sana_pipe.config import Config, load
 from sana_pipe.data.cache import withdrawn
@@ -220,16 +219,5 @@ def _die_at(write: int) -> None:
         setattr(FolderStore, name, dying(getattr(FolderStore, name)))
 
 
-def main() -> None:
-    """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
-    with tempfile.TemporaryDirectory() as folder:
-        figures = measure(quick, Path(folder))
-    table(("figure", "value"), list(figures.items()))
-    finish(figures)
-
-
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_and_exit(partial(part_of_lab, __doc__, measure, WANTED))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import json
@@ -10,7 +11,8 @@ import platform
 import shutil
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -52,6 +54,23 @@ def finish(figures: Mapping[str, float | str | None]) -> None:
     """The last line: one JSON object."""
     print(f"{machine()}; commit {commit()}")
     print(json.dumps({k: _rounded(v) if isinstance(v, float) else v for k, v in figures.items()}), flush=True)
+
+
+def part_of_lab(doc: str | None, measure: Callable[[bool, Path], dict[str, float]], wanted: Mapping[str, str]) -> None:
+    """The command line of a measurement `lab_*`: measure in a folder that is removed, and print.
+
+    Args:
+        doc: of the module.
+        measure: given whether `--quick` was, and an empty folder.
+        wanted: what figures should be, such as `<= 600`.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smaller cache")
+    quick = parser.parse_args().quick
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(quick, Path(folder))
+    table(("figure", "value", "wanted"), [(name, value, wanted.get(name, "")) for name, value in figures.items()])
+    finish(figures)
 
 
 def _rounded(value: float) -> float:

@@ -154,7 +154,8 @@ class StoredRound(Round):
         intact, damaged = self._names(part)
         if result == Result(*size):
             self.files.put(intact, b"")
-            self.files.remove(damaged)  # of an earlier command: the file was put right since
+            if self.begun is not None:  # by an earlier command, which may have found damage that was put right since
+                self.files.remove(damaged)
         elif not self.files.put(damaged, layout.seal(result.body())) and self.result(part, size) is None:
             self.files.replace(damaged, layout.seal(result.body()))
 
