@@ -258,6 +258,8 @@ def test_verify_finds_a_damaged_or_lost_table_and_gc_keeps_what_snapshots_need(r
     pushed = Cache(root.parent / "pushed")
     assert pushed.open_snapshot("one").head.metadata in tables[0] and not pushed.files.has_file(tables[0])
     assert not list(audit.verify(pushed)), "without sources nothing is joined with it"
+    add(config(pushed.root), "theirs", [Picture("other.png", "other")])
+    assert not list(audit.verify(Cache(pushed.root))), "its sources are not here"
     path = root / tables[0]
     data = bytearray(path.read_bytes())
     data[9] ^= 1

@@ -106,7 +106,7 @@ def test_what_was_put_right_since_a_stopped_round_is_not_told_again(
     cache: Cache, config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard = cache.files.path(shards_of(cache)[0])
-    intact = shard.read_bytes()
+    intact, continued = shard.read_bytes(), 0
     for put_right in (lambda: shard.write_bytes(intact), lambda: sana_pipe.stages.verify.run(config, repair=True)):
         flip(shard, len(intact) // 2)
         with monkeypatch.context() as patch:
@@ -119,6 +119,13 @@ def test_what_was_put_right_since_a_stopped_round_is_not_told_again(
         shard.write_bytes(intact)  # a repair needs the pictures
         result = verified(config, capsys)
         assert (result["code"], result["findings"], result["ok"]) == (0, [], True)
+        if result["read"]["files"] < result["verified"]["files"]:  # continued; after a repair a round begins anew
+            told = {name for name in cache.files.names_below(Paths.ROUNDS) if name.endswith(".json")}
+            assert {name.rpartition("/")[2] for name in told} == {"00000000.json", "complete.json"}, (
+                "no finding is left"
+            )
+            continued += 1
+    assert continued == 1
 
 
 def test_an_old_round_is_not_continued(
